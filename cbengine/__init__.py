@@ -1,0 +1,72 @@
+"""cbengine: an asyncio-native engine that streams tokens from a language model to many callers at once."""
+
+from cbengine.batching import CompletionIterator
+from cbengine.cache.sizing import MemoryPlan
+from cbengine.config import EngineConfig
+from cbengine.engine import AsyncEngine
+from cbengine.errors import (
+    CBEngineError,
+    DuplicateRequestError,
+    EmptyPromptError,
+    EngineDeadError,
+    EngineError,
+    EngineNotStartedError,
+    EngineStoppedError,
+    InvalidRequestError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+    RequestFailedError,
+    RequestTimeoutError,
+    StreamClosedError,
+    StreamConsumedError,
+    StreamError,
+    UnsupportedFeatureError,
+)
+from cbengine.observe.counters import EngineStats
+from cbengine.observe.health import EngineHealth
+from cbengine.outputs import Completion, FinishReason, RequestMetrics, RequestStatus, Token, Usage
+from cbengine.sampling import SamplingParams
+from cbengine.stream import StreamView, TokenStream
+
+__all__ = [
+    "AsyncEngine",
+    "CBEngineError",
+    "Completion",
+    "CompletionIterator",
+    "DuplicateRequestError",
+    "EmptyPromptError",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineError",
+    "EngineHealth",
+    "EngineNotStartedError",
+    "EngineStats",
+    "EngineStoppedError",
+    "FinishReason",
+    "InvalidRequestError",
+    "MemoryPlan",
+    "PromptTooLongError",
+    "QueueFullError",
+    "RequestError",
+    "RequestFailedError",
+    "RequestMetrics",
+    "RequestStatus",
+    "RequestTimeoutError",
+    "SamplingParams",
+    "StreamClosedError",
+    "StreamConsumedError",
+    "StreamError",
+    "StreamView",
+    "Token",
+    "TokenStream",
+    "Usage",
+    "__version__",
+]
+
+__version__ = "0.1.0"
+
+for _name in __all__:
+    if _name != "__version__":
+        globals()[_name].__module__ = "cbengine"
+del _name

@@ -1,0 +1,60 @@
+"""Options that every command with a model has, and what they turn into."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from typing import Any
+
+from cbengine.engine import AsyncEngine
+
+from cbengine.cli.failures import CommandError
+
+_SAMPLING = {
+    "max_new_tokens": (int, "N", "most tokens of an answer (default %(default)s)"),
+    "temperature": (float, "T", "0 = always the most likely token (default: the model's own)"),
+    "top_k": (int, "K", "sample from the K most likely tokens"),
+    "top_p": (float, "P", "sample from the most likely tokens that together reach probability P"),
+    "min_p": (float, "P", "drop tokens less likely than P times the most likely one"),
+    "seed": (int, "N", "same seed, same answer"),
+}
+
+
+def add_model_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
+    """Add the model, its engine's settings and the sampling parameters to a command."""
+    parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, or the name of a model on the hub")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="settings",
+        metavar="NAME=VALUE",
+        help="a setting of EngineConfig, such as max_batch_tokens=256; may be given several times",
+    )
+    for name, (kind, metavar, text) in _SAMPLING.items():
+        default = max_new_tokens if name == "max_new_tokens" else None
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that were given, as keyword arguments of `engine.stream`."""
+    return {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
+
+
+def make_engine(args: argparse.Namespace) -> AsyncEngine:
+    """The engine that the options describe, not started. Raises `CommandError` for settings that do not fit."""
+    try:
+        return AsyncEngine.from_pretrained(args.model, **dict(_setting(text) for text in args.settings))
+    except (TypeError, ValueError, OSError) as error:
+        raise CommandError(str(error)) from error
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise CommandError(f"--set needs NAME=VALUE, got {text!r}")
+    try:
+        return name.strip(), ast.literal_eval(value.strip())
+    except (ValueError, SyntaxError):  # not a number, True, None, …: a string without quotes
+        return name.strip(), value.strip()

@@ -1,0 +1,397 @@
+"""The engine as its callers see it: lifecycle, admission, and the ways to ask for text."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from cbengine.batching import CompletionIterator
+from cbengine.bridge.buffer import StreamBuffer
+from cbengine.bridge.inbox import Cancel, Pause, Resume, Stop, Submit
+from cbengine.bridge.ports import LoopPort, Ports
+from cbengine.bridge.reply import Reply
+from cbengine.cache.sizing import MemoryPlan
+from cbengine.config import EngineConfig
+from cbengine.devices.choose import make_device
+from cbengine.errors import EngineDeadError, EngineError, EngineNotStartedError, EngineStoppedError, UnsupportedFeatureError
+from cbengine.execution.noise import derive_seed
+from cbengine.execution.worker import Loaded, Worker, WorkerState, dead_error
+from cbengine.loading import load
+from cbengine.observe.counters import EngineStats
+from cbengine.observe.health import EngineHealth
+from cbengine.outputs import Completion
+from cbengine.prompts import Prompt, PromptReader
+from cbengine.sampling import SamplingParams
+from cbengine.scheduling.request import Request
+from cbengine.stream import TokenStream
+from cbengine.text.base import Tokenizer
+
+
+class AsyncEngine:
+    """Streams tokens from one model to many callers at once.
+
+        async with AsyncEngine.from_pretrained("Qwen/Qwen3-4B") as engine:
+            async for token in engine.stream("Tell me a story"):
+                print(token, end="", flush=True)
+
+    May be used from several event loops and threads at once. Nothing is loaded until `start()` or `async with`.
+
+    Args:
+        model: a hub id, a local folder, a GGUF file, an already built `transformers` model, or anything with the methods
+            of `cbengine.models.base.ModelRunner` (`cbengine.testing.FakeModel`).
+        config: settings; keyword arguments override single ones.
+        tokenizer: replaces the one that comes with the model. A `transformers` tokenizer, or anything with the methods of
+            `cbengine.text.base.Tokenizer`.
+        load_options: passed on to `from_pretrained` of the model (`revision`, `trust_remote_code`, …).
+
+    Raises:
+        TypeError, ValueError: a setting does not exist, or its value is not allowed.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        config: EngineConfig | None = None,
+        tokenizer: Any = None,
+        load_options: Mapping[str, Any] | None = None,
+        **overrides: Any,
+    ) -> None:
+        self._config = (config or EngineConfig()).merged(overrides)
+        self._model = model
+        self._tokenizer_given = tokenizer
+        self._load_options = dict(load_options or {})
+        self._loaded: Loaded | None = None
+        self._worker: Worker | None = None
+        self._closed = False
+        self._ids = itertools.count()
+        self._ports = Ports()
+        self._prompts: PromptReader | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: Any,
+        *,
+        config: EngineConfig | None = None,
+        tokenizer: Any = None,
+        load_options: Mapping[str, Any] | None = None,
+        **overrides: Any,
+    ) -> AsyncEngine:
+        """The usual way to make an engine. Cheap: loading happens in `start()`. See the class for the arguments."""
+        return cls(model, config=config, tokenizer=tokenizer, load_options=load_options, **overrides)
+
+    # --- lifecycle -------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the model (the first time) and begin to serve. Off the event loop; returns once requests are taken.
+
+        Does nothing when the engine runs already; waits with whoever else is starting it. May be called again after a
+        stop, and after the engine died.
+
+        Raises:
+            EngineStoppedError: the engine was closed (`aclose`), which is final.
+            UnsupportedFeatureError: the model's attention, or the device, is not served.
+            OSError, ValueError: whatever loading the model raised.
+        """
+        if self._closed:
+            raise EngineStoppedError("the engine was closed, which is final; make a new one")
+        worker = self._worker
+        if worker is None or worker.state is WorkerState.ENDED:
+            worker = self._worker = Worker(self._config, self._load, make_device)
+            worker.start()
+        reply = Reply(self._ports.current())
+        worker.when_ready(reply.set)
+        await reply.wait()
+
+    def _load(self) -> Loaded:
+        """On the engine thread."""
+        if self._loaded is None:
+            self._loaded = load(self._model, self._config, self._tokenizer_given, self._load_options)
+        return self._loaded
+
+    async def stop(self, drain: bool = True, timeout: float | None = None, *, hard: bool = False) -> None:
+        """End the serving, so that it can be started again; the model stays loaded.
+
+        Args:
+            drain: finish what is queued and running first. New requests raise `EngineStoppedError` meanwhile.
+            timeout: seconds after which draining turns into a hard stop. None: as long as it takes.
+            hard: at once; every open stream gets `EngineStoppedError`. The same as `drain=False`.
+        """
+        worker = self._worker
+        if worker is None:
+            return
+        drain = drain and not hard
+        worker.close_admission()
+        worker.inbox.put(Stop(drain=drain))
+        reply = Reply(self._ports.current())
+        worker.when_ended(reply.set)
+        if drain and timeout is not None:
+            with anyio.move_on_after(timeout) as scope:
+                await reply.wait()
+            if not scope.cancelled_caught:
+                return
+            worker.inbox.put(Stop(drain=False))
+        try:
+            await reply.wait()
+        except BaseException:
+            worker.inbox.put(Stop(drain=False))  # whoever gives up on draining does not want it to go on
+            raise
+
+    async def aclose(self) -> None:
+        """Stop hard, and for good: the model is given back. Idempotent."""
+        self._closed = True
+        with anyio.CancelScope(shield=True):
+            await self.stop(hard=True)
+        self._loaded = None
+        self._prompts = None
+
+    async def __aenter__(self) -> AsyncEngine:
+        try:
+            await self.start()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def pause(self) -> None:
+        """Hold all generation at a step boundary; returns when nothing is in flight on the device.
+
+        Counted: it takes as many `resume()` calls. Requests are still accepted, and wait. A stop lifts every pause.
+        """
+        worker = self._running()
+        reply = Reply(self._ports.current())
+        worker.ask(Pause, reply.set)
+        try:
+            await reply.wait()
+        except EngineError:
+            raise
+        except BaseException:
+            worker.inbox.put(Resume())  # cancelled while waiting: the pause was asked for, so it is taken back
+            raise
+
+    def resume(self) -> None:
+        """Take back one `pause()`. Any thread; more resumes than pauses change nothing."""
+        worker = self._worker
+        if worker is not None:
+            worker.inbox.put(Resume())
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """`async with engine.paused():` nothing is generated inside."""
+        await self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
+
+    # --- asking ----------------------------------------------------------------------------------------------------
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        **overrides: Any,
+    ) -> TokenStream:
+        """Generate from `prompt`; returns at once, with everything already under way.
+
+        No await in here: once this has returned the request is registered and has an owner, so nothing can be lost
+        between asking and reading. A long text (over a few thousand characters) is tokenized on a thread of its own, and
+        what is wrong with it is then raised by the stream; everything else is checked here.
+
+        Args:
+            prompt: text, or token ids.
+            params: sampling parameters; keyword arguments override single ones.
+            request_id: a label of your own, unique among living requests.
+
+        Raises:
+            EmptyPromptError, PromptTooLongError, InvalidRequestError, DuplicateRequestError, QueueFullError: the request
+                is not accepted.
+            EngineNotStartedError, EngineStoppedError, EngineDeadError: nobody is there to take it.
+            StreamError: no event loop is running here.
+        """
+        return self._stream(prompt, params, request_id, overrides)
+
+    def _stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        overrides: Mapping[str, Any],
+        *,
+        index: int = 0,
+        add_special_tokens: bool = True,
+    ) -> TokenStream:
+        worker = self._running()
+        prompts = self._reader(worker)
+        port = self._ports.current()
+        resolved = prompts.resolve(params, overrides)
+        number = next(self._ids)
+        label = prompts.label(request_id, number)
+        seed = resolved.seed if resolved.seed is not None else self._fresh_seed(number)
+        now = time.monotonic()
+        parsed = prompts.read(prompt, resolved, label, add_special_tokens=add_special_tokens)
+        buffer = StreamBuffer(port, label, 0 if parsed.ids is None else len(parsed.ids), now)
+        request = Request(
+            id=number,
+            label=label,
+            params=resolved,
+            seed=seed,
+            reader=buffer,
+            arrival_time=now,
+            prompt=parsed.ids,
+            limit=parsed.limit,
+            stop_ids=frozenset(resolved.stop_token_ids),
+        )
+        worker.registry.enter(number, label, parsed.tokens, partial(worker.inbox.put, Submit(request)))
+        stream = TokenStream(buffer, partial(worker.inbox.put, Cancel(number)), index)
+        if parsed.text is not None:
+            prompts.tokenize_later(number, parsed.text, resolved, label, add_special_tokens=add_special_tokens)
+        return stream
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        request_id: str | None = None,
+        continue_final_message: bool = False,
+        template_options: Mapping[str, Any] | None = None,
+        **overrides: Any,
+    ) -> TokenStream:
+        """`stream` over the model's chat template.
+
+        Args:
+            messages: mappings with `role` and `content`, as for `apply_chat_template` of a transformers tokenizer.
+            tools: function schemas or callables, for templates that know tools.
+            continue_final_message: go on with the last message, which is the assistant's, instead of answering it.
+            template_options: further arguments of the template (`enable_thinking=False`, …).
+
+        Raises:
+            UnsupportedFeatureError: the model has no chat template, or the engine no tokenizer.
+            InvalidRequestError: the template cannot take these messages. And what `stream` raises.
+        """
+        options = dict(template_options or {})
+        if tools is not None:
+            options["tools"] = list(tools)
+        if continue_final_message:
+            options["continue_final_message"] = True
+        text = self.tokenizer.apply_chat_template(messages, **options)
+        return self._stream(text, params, request_id, overrides, add_special_tokens=False)
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **overrides: Any
+    ) -> Completion:
+        """The whole answer at once. Cancelling the call ends the work. Arguments and errors: see `stream`."""
+        async with self._stream(prompt, params, request_id, overrides) as stream:
+            return await stream.result()
+
+    def as_completed(
+        self, prompts: Iterable[Prompt], params: SamplingParams | None = None, **overrides: Any
+    ) -> CompletionIterator:
+        """`async for completion in engine.as_completed(prompts)`: answers as they finish; `completion.index` tells whose.
+
+        All prompts are under way at once, as far as the queue's limits let them in. An answer that failed raises its
+        error from the iteration, which may be continued. Dropping the iterator cancels what is unfinished.
+        """
+        start: Callable[[int, Prompt], TokenStream] = lambda index, prompt: self._stream(  # noqa: E731
+            prompt, params, None, overrides, index=index
+        )
+        return CompletionIterator(prompts, start)
+
+    async def generate_batch(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        progress: bool = False,
+        return_exceptions: bool = False,
+        **overrides: Any,
+    ) -> list[Any]:
+        """Answers to all prompts, in the order of the prompts.
+
+        Args:
+            progress: show a bar.
+            return_exceptions: put an answer's error in its place, instead of raising the first one (which cancels the
+                rest).
+        """
+        return await self.as_completed(prompts, params, **overrides).gather(progress, return_exceptions)
+
+    # --- looking ---------------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings; with every inferred one filled in while the engine runs."""
+        worker = self._worker
+        return self._config if worker is None else worker.config
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """What the engine allocated, and why as much. Raises `EngineNotStartedError` before the first start."""
+        worker = self._worker
+        if worker is None or worker.memory is None:
+            raise EngineNotStartedError("the memory plan is made at start; use `await engine.start()` first")
+        return worker.memory
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Text to ids and back. Raises `UnsupportedFeatureError` when the model came without one."""
+        loaded = self._loaded
+        if loaded is None:
+            raise EngineNotStartedError("the tokenizer is loaded at start; use `await engine.start()` first")
+        if loaded.tokenizer is None:
+            raise UnsupportedFeatureError(
+                "this engine has no tokenizer: pass token ids, or make the engine with `tokenizer=`"
+            )
+        return loaded.tokenizer
+
+    def stats(self) -> EngineStats:
+        """Counts as of now. Cheap; any thread, in any state."""
+        return EngineStats() if self._worker is None else self._worker.stats()
+
+    def health(self) -> EngineHealth:
+        """Whether the engine serves, and if not, why. Any thread."""
+        return EngineHealth.of(self._worker, closed=self._closed)
+
+    def _reader(self, worker: Worker) -> PromptReader:
+        prompts = self._prompts
+        if prompts is None or prompts.worker is not worker:
+            prompts = self._prompts = PromptReader(worker)
+        return prompts
+
+    def _running(self) -> Worker:
+        """The worker, if it takes requests; else the error that says why not."""
+        worker = self._worker
+        if self._closed:
+            raise EngineStoppedError("the engine was closed; make a new one")
+        if worker is None or worker.state is WorkerState.STARTING:
+            raise EngineNotStartedError("the engine is not started: use `async with engine` or `await engine.start()`")
+        if worker.state is WorkerState.ENDED:
+            if worker.memory is None:
+                raise EngineNotStartedError(f"the engine did not start: {worker.fault}") from worker.fault
+            if worker.fault is not None:
+                raise dead_error("", worker.fault)
+            raise EngineStoppedError("the engine is stopped; `await engine.start()` starts it again")
+        return worker
+
+    def _fresh_seed(self, number: int) -> int:
+        if self._config.seed is not None:
+            return derive_seed(self._config.seed, number)
+        return int.from_bytes(os.urandom(8), "little")

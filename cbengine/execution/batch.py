@@ -1,0 +1,172 @@
+"""Filling a slot with a plan: numpy over the batch, Python only for chunks and for rows that ban tokens.
+
+Engine thread only, while the slot is FREE (I6).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cbengine.cache.manager import CacheManager
+from cbengine.execution.inputs import SamplingInputs, StepInputs
+from cbengine.execution.noise import uniforms
+from cbengine.execution.slots import Layout, Slot, SlotState, StepSizes
+from cbengine.scheduling.base import StepPlan
+from cbengine.scheduling.rows import RowTable
+
+FROM_DEVICE = -1
+"""Stands for a token id that only the device knows yet: the last token that it sampled for this row."""
+
+
+@dataclass(slots=True)
+class Filled:
+    """A slot's content: what the device will be given, and what commit has to know."""
+
+    plan: StepPlan
+    layout: Layout
+    rows: np.ndarray
+    """int64 [S]: decoding rows, then the rows of the chunks."""
+    counts: np.ndarray
+    """int64 [S]: query tokens of each."""
+    sample_rows: np.ndarray
+    """int64 [N]."""
+    host_query_starts: np.ndarray
+    host_context_lens: np.ndarray
+    host_block_tables: np.ndarray
+    flags: tuple[bool, bool, bool, bool]
+    """any_random, any_top_k, any_top_p, any_min_p."""
+
+
+class BatchFiller:
+    """Turns plans into slot contents."""
+
+    def __init__(self, rows: RowTable, cache: CacheManager, eos_token_ids: tuple[int, ...]) -> None:
+        self._rows = rows
+        self._cache = cache
+        self._eos = eos_token_ids
+
+    def fill(self, slot: Slot, plan: StepPlan) -> Filled:
+        """Write the inputs of `plan`, whose tokens are already counted in `planned`, into `slot`."""
+        assert slot.state is SlotState.FREE
+        table = self._rows
+        decode_rows, chunks = plan.decode_rows, plan.chunks
+        d = len(decode_rows)
+        rows = np.concatenate([decode_rows, np.fromiter((c.row for c in chunks), np.int64, len(chunks))])
+        counts = np.ones(len(rows), np.int64)
+        counts[d:] = [c.count for c in chunks]
+        ends = table.planned[rows]
+        sampling = np.ones(len(rows), bool)
+        sampling[d:] = [c.last for c in chunks]
+        sample_rows = rows[sampling]
+        banned = self._banned(sample_rows, ends[sampling])
+        width = int(self._cache.lengths[rows].max())
+        layout = Layout.of(StepSizes(int(counts.sum()), len(rows), width, len(sample_rows), len(banned)))
+        slot.reserve(layout.words)
+
+        self._fill_tokens(slot, layout, plan, ends)
+        starts = slot.ints(layout, "query_starts")
+        starts[0] = 0
+        np.cumsum(counts, out=starts[1:])
+        slot.ints(layout, "context_lens")[:] = ends
+        slot.ints(layout, "rows")[:] = rows
+        slot.ints(layout, "sample_index")[:] = (starts[1:] - 1)[sampling]
+        slot.ints(layout, "sample_rows")[:] = sample_rows
+        tables = slot.ints(layout, "block_tables").reshape(len(rows), width)
+        np.take(self._cache.tables[:, :width], rows, axis=0, out=tables)
+        flags = self._fill_sampling(slot, layout, sample_rows, ends[sampling])
+        slot.ints(layout, "banned_rows")[:] = banned[:, 0]
+        slot.ints(layout, "banned_tokens")[:] = banned[:, 1]
+        slot.state = SlotState.FILLED
+        lens = slot.ints(layout, "context_lens")
+        return Filled(plan, layout, rows, counts, sample_rows, starts, lens, tables, flags)
+
+    def _fill_tokens(self, slot: Slot, layout: Layout, plan: StepPlan, ends: np.ndarray) -> None:
+        table, d = self._rows, plan.num_decodes
+        ids, positions = slot.ints(layout, "token_ids"), slot.ints(layout, "positions")
+        if d:
+            rows, at = plan.decode_rows, ends[:d] - 1
+            positions[:d] = at
+            # The token at `at` is on the host once the step that sampled it has committed; else it is in last_token.
+            # Clipped only so that the gather stays inside the table; what it reads there is not used.
+            host = table.tokens[rows, np.minimum(at, table.tokens.shape[1] - 1)]
+            ids[:d] = np.where(at < table.known[rows], host, FROM_DEVICE)
+        at = d
+        for chunk in plan.chunks:
+            end = chunk.start + chunk.count
+            ids[at : at + chunk.count] = table.tokens[chunk.row, chunk.start : end]
+            positions[at : at + chunk.count] = np.arange(chunk.start, end)
+            at += chunk.count
+
+    def _fill_sampling(
+        self, slot: Slot, layout: Layout, rows: np.ndarray, ends: np.ndarray
+    ) -> tuple[bool, bool, bool, bool]:
+        table = self._rows
+        temperature = table.temperature[rows]
+        random = temperature > 0
+        flags = (False, False, False, False)
+        slot.floats(layout, "temperature")[:] = temperature
+        if random.any():
+            top_k, top_p, min_p = table.top_k[rows], table.top_p[rows], table.min_p[rows]
+            slot.ints(layout, "top_k")[:] = top_k
+            slot.floats(layout, "top_p")[:] = top_p
+            slot.floats(layout, "min_p")[:] = min_p
+            # The draw for the n-th token of an answer depends on the seed and n alone: not on the batch, not on where
+            # the prompt was split, not on preemptions (E2).
+            slot.floats(layout, "uniform")[:] = uniforms(table.seed[rows], ends - table.prompt_len[rows])
+            on = (top_k > 0, top_p < 1, min_p > 0)
+            flags = (True, *(bool((used & random).any()) for used in on))
+        else:
+            slot.floats(layout, "uniform")[:] = 0
+        return flags
+
+    def _banned(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """int64 [B, 2] of (sample, token id): stop tokens of rows that have not made `min_new_tokens` yet."""
+        early = np.flatnonzero(ends < self._rows.min_len[rows])
+        pairs: list[tuple[int, int]] = []
+        for i in early.tolist():
+            request = self._rows.requests[rows[i]]
+            assert request is not None
+            stops = request.stop_ids if request.params.ignore_eos else request.stop_ids.union(self._eos)
+            pairs.extend((i, token) for token in stops)
+        return np.array(pairs, np.int64).reshape(-1, 2)
+
+
+def device_inputs(slot: Slot, filled: Filled) -> StepInputs:
+    """The device's view of a filled slot."""
+    layout, sizes = filled.layout, filled.layout.sizes
+    view = {name: slot.tensor(layout, name) for name in layout.starts}
+    any_random, any_top_k, any_top_p, any_min_p = filled.flags
+    return StepInputs(
+        num_tokens=sizes.tokens,
+        num_seqs=sizes.seqs,
+        num_decodes=filled.plan.num_decodes,
+        num_samples=sizes.samples,
+        max_query_len=int(filled.counts.max()),
+        max_context_len=int(filled.host_context_lens.max()),
+        token_ids=view["token_ids"],
+        positions=view["positions"],
+        query_starts=view["query_starts"],
+        context_lens=view["context_lens"],
+        block_tables=view["block_tables"].view(sizes.seqs, sizes.width),
+        rows=view["rows"],
+        sample_index=view["sample_index"],
+        host_query_starts=filled.host_query_starts,
+        host_context_lens=filled.host_context_lens,
+        host_block_tables=filled.host_block_tables,
+        sampling=SamplingInputs(
+            temperature=view["temperature"].view(torch.float32),
+            top_k=view["top_k"],
+            top_p=view["top_p"].view(torch.float32),
+            min_p=view["min_p"].view(torch.float32),
+            uniform=view["uniform"].view(torch.float32),
+            banned_rows=view["banned_rows"],
+            banned_tokens=view["banned_tokens"],
+            any_random=any_random,
+            any_top_k=any_top_k,
+            any_top_p=any_top_p,
+            any_min_p=any_min_p,
+        ),
+    )

@@ -1,0 +1,135 @@
+"""Putting the parts of the loop together, once at every start. Engine thread only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from cbengine.bridge.inbox import Inbox
+from cbengine.bridge.outbox import Outbox
+from cbengine.cache.geometry import RESERVED_CHUNKS, CacheGeometry, layer_views
+from cbengine.cache.manager import CacheManager
+from cbengine.cache.sizing import MemoryPlan, plan_memory
+from cbengine.config import EngineConfig
+from cbengine.devices.base import Device
+from cbengine.execution.batch import BatchFiller
+from cbengine.execution.commit import Committer
+from cbengine.execution.loop import LoopParts, StepLoop
+from cbengine.execution.pipeline import Pipeline, Sampler
+from cbengine.execution.sampler import sample
+from cbengine.models.base import ModelRunner
+from cbengine.observe.counters import Counters
+from cbengine.scheduling.admission import Registry
+from cbengine.scheduling.base import Budgets
+from cbengine.scheduling.fifo import FifoScheduler
+from cbengine.scheduling.lifecycle import Lifecycle
+from cbengine.scheduling.passes import PassScheduler
+from cbengine.scheduling.prefill_first import PrefillFirstScheduler
+from cbengine.scheduling.rows import RowTable
+
+logger = logging.getLogger("cbengine")
+
+_SCHEDULERS: dict[str, type[PassScheduler]] = {"fifo": FifoScheduler, "prefill_first": PrefillFirstScheduler}
+
+
+@dataclass(slots=True)
+class Built:
+    """A loop ready to run, and the plan it was sized by."""
+
+    loop: StepLoop
+    memory: MemoryPlan
+    config: EngineConfig
+    """With every inferred setting filled in."""
+    pool: torch.Tensor
+
+
+def build(
+    config: EngineConfig,
+    runner: ModelRunner,
+    device: Device,
+    inbox: Inbox,
+    registry: Registry,
+    make_detokenizer: Callable[[], object] | None,
+    sampler: Sampler = sample,
+) -> Built:
+    """Allocate the cache and the slots, and wire the parts.
+
+    Raises:
+        UnsupportedFeatureError: the cache cannot serve this model's attention.
+        ValueError: the settings do not fit the memory.
+    """
+    spec = runner.spec
+    memory = plan_memory(spec, config, device.memory_info(), on_cpu=device.torch_device.type == "cpu")
+    logger.info("%s: %s", spec.name, memory)
+    asynchronous = device.overlaps if config.use_async_batching is None else config.use_async_batching
+    config = config.merged(
+        {
+            "num_blocks": memory.num_blocks,
+            "max_batch_tokens": memory.max_batch_tokens,
+            "max_requests_per_batch": memory.max_requests,
+            "max_model_len": memory.max_model_len,
+            "safety_margin": config.margin,
+            "use_async_batching": asynchronous,
+            "device": device.name,
+        }
+    )
+    geometry = CacheGeometry.of(spec, config.page_size)
+    pool = device.device_buffer(((memory.num_blocks + RESERVED_CHUNKS) * geometry.chunk_bytes,), torch.uint8)
+    runner.bind(layer_views(pool, geometry), config.page_size)
+    loop = StepLoop(_parts(config, memory, geometry, runner, device, inbox, registry, make_detokenizer, sampler))
+    return Built(loop, memory, config, pool)
+
+
+def _parts(
+    config: EngineConfig,
+    memory: MemoryPlan,
+    geometry: CacheGeometry,
+    runner: ModelRunner,
+    device: Device,
+    inbox: Inbox,
+    registry: Registry,
+    make_detokenizer: Callable[[], object] | None,
+    sampler: Sampler,
+) -> LoopParts:
+    spec = runner.spec
+    # Twice as many rows as a batch can hold: a row that waits for its fence (I11) must not keep a newcomer out.
+    num_rows = 2 * memory.max_requests
+
+    def on_assign(kind: str, owned: list[int]) -> None:
+        device.host_access(writes=[(kind, index) for index in owned])
+
+    checked = on_assign if device.checks else None
+    rows = RowTable(num_rows, memory.max_model_len, checked)
+    cache = CacheManager(geometry, memory.num_blocks, num_rows + 1, memory.max_model_len, checked)
+    budgets = Budgets(memory.max_batch_tokens, memory.max_requests, pages_read=cache.capacity)
+    lifecycle = Lifecycle(rows, cache)
+    scheduler = _SCHEDULERS[config.scheduler_type](rows, cache, lifecycle, budgets, config.margin)
+    outbox = Outbox()
+    pipeline = Pipeline(
+        device,
+        runner,
+        depth=2 if config.use_async_batching else 1,
+        rows=num_rows,
+        max_tokens=memory.max_batch_tokens,
+        max_seqs=memory.max_requests,
+        width=cache.tables.shape[1],
+        sampler=sampler,
+    )
+    return LoopParts(
+        rows=rows,
+        cache=cache,
+        lifecycle=lifecycle,
+        scheduler=scheduler,
+        filler=BatchFiller(rows, cache, spec.eos_token_ids),
+        pipeline=pipeline,
+        committer=Committer(rows, lifecycle, outbox, spec.eos_token_ids, spec.vocab_size),
+        inbox=inbox,
+        outbox=outbox,
+        registry=registry,
+        counters=Counters(),
+        requests={},
+        make_detokenizer=make_detokenizer,
+    )

@@ -1,0 +1,109 @@
+"""Commit: what a finished step means for its requests. Engine thread only.
+
+    I4 Speculated tokens (after an end that was not known at launch) are dropped here, nowhere else: never emitted, hashed
+       or counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from cbengine.errors import RequestFailedError
+from cbengine.execution.batch import Filled
+from cbengine.outputs import FinishReason, RequestStatus
+from cbengine.scheduling.lifecycle import Lifecycle
+from cbengine.scheduling.request import Request
+from cbengine.scheduling.rows import DEAD, RowTable
+
+
+class TokenSink(Protocol):
+    """Where tokens go (the outbox)."""
+
+    def token(self, reader: object, token_id: int, text: str) -> None: ...
+
+
+class Committer:
+    """Appends sampled tokens, finds the ends, turns ids into text and hands everything on."""
+
+    def __init__(
+        self, rows: RowTable, lifecycle: Lifecycle, sink: TokenSink, eos_token_ids: Sequence[int], vocab_size: int
+    ) -> None:
+        self._rows = rows
+        self._lifecycle = lifecycle
+        self._sink = sink
+        self._is_eos = np.zeros(vocab_size, bool)
+        self._is_eos[[i for i in eos_token_ids if i < vocab_size]] = True
+        self.tokens = 0
+        """Tokens sampled and kept so far."""
+        self.prompt_tokens = 0
+        """Prompt tokens computed so far, what was computed again after a preemption included."""
+
+    def commit(self, filled: Filled, ids: np.ndarray) -> None:
+        """The step computed `filled` and sampled `ids`, int32 [N]."""
+        table = self._rows
+        table.computed[filled.rows] += filled.counts
+        self.prompt_tokens += int(filled.counts[filled.plan.num_decodes :].sum())
+        alive = table.status[filled.sample_rows] != DEAD
+        rows, ids = filled.sample_rows[alive], ids[alive]
+        if not len(rows):
+            return
+        table.append(rows, ids)
+        self.tokens += len(rows)
+        stops = self._is_eos[ids] & ~table.ignore_eos[rows]
+        own = table.own_stops[rows]
+        if own.any():
+            for i in np.flatnonzero(own).tolist():
+                stops[i] |= int(ids[i]) in self._request(rows[i]).stop_ids
+        ended = stops | (table.known[rows] >= table.limit[rows])
+        self._emit(rows, ids, stops, ended)
+
+    def _emit(self, rows: np.ndarray, ids: np.ndarray, stops: np.ndarray, ended: np.ndarray) -> None:
+        requests, sink = self._rows.requests, self._sink
+        for row, token_id, end, stop in zip(rows.tolist(), ids.tolist(), ended.tolist(), stops.tolist(), strict=True):
+            request = requests[row]
+            assert request is not None
+            try:
+                text = self._text(request, token_id, end)
+            except Exception as error:  # whatever a tokenizer does, only the request that it was made for fails
+                self._fail(request, error)
+                continue
+            sink.token(request.reader, token_id, text)
+            if end:
+                reason = FinishReason.STOP if stop else FinishReason.LENGTH
+                self._lifecycle.transition(request, RequestStatus.FINISHED, reason)
+
+    @staticmethod
+    def _text(request: Request, token_id: int, last: bool) -> str:
+        detokenizer = request.detokenizer
+        if detokenizer is None:
+            return ""
+        text = detokenizer.push(token_id)
+        return text + detokenizer.flush() if last else text
+
+    def fail(self, filled: Filled, error: BaseException) -> None:
+        """The step raised: the requests it was computing fail, everyone else goes on (I14)."""
+        for row in filled.rows.tolist():
+            request = self._request(row)
+            if not request.status.ended:
+                self._fail(request, error)
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        wrapped = failure(request.label, error)
+        self._lifecycle.transition(request, RequestStatus.FAILED, FinishReason.ERROR, wrapped)
+
+    def _request(self, row: int) -> Request:
+        request = self._rows.requests[row]
+        assert request is not None, "a row in flight has a request"
+        return request
+
+
+def failure(label: str, error: BaseException) -> RequestFailedError:
+    """The error that the reader of a failed request gets."""
+    failed = RequestFailedError(
+        f"request {label!r} failed: computing it raised {type(error).__name__}: {error}", request_id=label
+    )
+    failed.__cause__ = error
+    return failed

@@ -1,0 +1,272 @@
+"""The step cycle. Engine thread only.
+
+    take in commands → plan batch N + 1 → fill its slot → launch it → commit batch N → text → hand over
+
+One direction, no callbacks upwards. `turn()` is one cycle, so that a test can drive the loop by hand; `run()` turns until
+it is told to stop, and sleeps in the inbox when there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cbengine.bridge.inbox import Cancel, Command, Inbox, Pause, Resume, Stop, Submit, Tokenized
+from cbengine.bridge.outbox import Outbox
+from cbengine.bridge.ports import LoopPort
+from cbengine.cache.manager import CacheManager
+from cbengine.devices.base import DeviceLostError
+from cbengine.errors import EngineStoppedError, RequestFailedError
+from cbengine.execution.batch import BatchFiller
+from cbengine.execution.commit import Committer, failure
+from cbengine.execution.pipeline import Pipeline
+from cbengine.observe.counters import Counters
+from cbengine.outputs import FinishReason, RequestStatus
+from cbengine.scheduling.admission import Registry
+from cbengine.scheduling.base import Scheduler
+from cbengine.scheduling.lifecycle import Lifecycle
+from cbengine.scheduling.request import Request
+from cbengine.scheduling.rows import RowTable
+
+
+@dataclass(slots=True)
+class LoopParts:
+    """What the loop drives; made by `execution.build`."""
+
+    rows: RowTable
+    cache: CacheManager
+    lifecycle: Lifecycle
+    scheduler: Scheduler
+    filler: BatchFiller
+    pipeline: Pipeline
+    committer: Committer
+    inbox: Inbox
+    outbox: Outbox
+    registry: Registry
+    counters: Counters
+    requests: dict[int, Request]
+    """All living requests."""
+    make_detokenizer: Callable[[], object] | None
+
+
+class StepLoop:
+    """Drives the parts until it is stopped."""
+
+    def __init__(self, parts: LoopParts) -> None:
+        self.parts = parts
+        parts.lifecycle.on_change = self._on_change
+        parts.lifecycle.on_requeue = parts.scheduler.add
+        parts.outbox.on_closed = self._on_closed
+        self._pauses = 0
+        self._pause_replies: list[Callable[[], object]] = []
+        self._draining = False
+        self._stopping = False
+
+    @property
+    def stopped(self) -> bool:
+        """True once a stop is through: nothing alive, nothing in flight."""
+        if self.parts.pipeline.num_in_flight:
+            return False
+        return self._stopping or (self._draining and not self.parts.requests)
+
+    def run(self) -> None:
+        """Turn until stopped. Raises what ends the engine: a lost device, or a defect of the engine itself."""
+        while True:
+            busy = self.turn()
+            if self.stopped:
+                return
+            if not busy:
+                self._handle(self.parts.inbox.wait())
+
+    def turn(self) -> bool:
+        """One cycle. False if there was nothing to do, so that only a command can bring more."""
+        parts = self.parts
+        while (command := parts.inbox.take()) is not None:
+            self._handle(command)
+        launched = self._launch()
+        committed = False
+        if parts.pipeline.num_in_flight and (parts.pipeline.full or not launched):
+            self._commit()
+            committed = True
+        if not launched and not committed and not self._pauses and not self._stopping:
+            launched = self._unstick()
+        if self._pause_replies and not parts.pipeline.num_in_flight:
+            self._acknowledge_pauses()
+        parts.outbox.flush()
+        return launched or committed
+
+    # --- commands --------------------------------------------------------------------------------------------------
+
+    def _handle(self, command: Command) -> None:
+        match command:
+            case Submit(request):
+                self._submit(request)
+            case Cancel(request_id):
+                request = self.parts.requests.get(request_id)
+                if request is not None:
+                    self.end(request, RequestStatus.CANCELLED, FinishReason.CANCELLED)
+            case Tokenized():
+                self._tokenized(command)
+            case Pause(done):
+                self._pauses += 1
+                self._pause_replies.append(done)
+            case Resume():
+                self._pauses = max(0, self._pauses - 1)
+            case Stop(drain):
+                self._stop(drain)
+
+    def _submit(self, request: Request) -> None:
+        parts = self.parts
+        parts.requests[request.id] = request
+        if self._stopping or self._draining:
+            self.end(request, RequestStatus.FAILED, FinishReason.ERROR, stopped_error(request.label))
+            return
+        if parts.make_detokenizer is not None:
+            try:
+                request.detokenizer = parts.make_detokenizer()
+            except Exception as error:
+                self.end(request, RequestStatus.FAILED, FinishReason.ERROR, failure(request.label, error))
+                return
+        if request.prompt is not None:
+            parts.scheduler.add(request)
+
+    def _tokenized(self, command: Tokenized) -> None:
+        request = self.parts.requests.get(command.request_id)
+        if request is None:
+            return
+        if command.error is not None:
+            self.end(request, RequestStatus.FAILED, FinishReason.ERROR, command.error)
+            return
+        assert command.prompt is not None
+        request.prompt, request.limit = command.prompt, command.limit
+        self.parts.registry.resize(request.id, len(command.prompt))
+        self.parts.scheduler.add(request)
+
+    def _stop(self, drain: bool) -> None:
+        self._pauses = 0  # a stop lifts every pause: whoever holds one could not take it back any more
+        if drain:
+            self._draining = True
+            return
+        self._stopping = True
+        for request in list(self.parts.requests.values()):
+            self.end(request, RequestStatus.FAILED, FinishReason.ERROR, stopped_error(request.label))
+
+    def _acknowledge_pauses(self) -> None:
+        replies, self._pause_replies = self._pause_replies, []
+        for reply in replies:
+            reply()
+
+    # --- steps -----------------------------------------------------------------------------------------------------
+
+    def _launch(self) -> bool:
+        parts = self.parts
+        if self._pauses or self._stopping or parts.pipeline.full:
+            return False
+        plan = parts.scheduler.plan()
+        if not plan:
+            return False
+        start = time.perf_counter()
+        slot = parts.pipeline.free_slot()
+        filled = parts.filler.fill(slot, plan)
+        parts.pipeline.launch(parts.lifecycle.step_launched(), slot, filled)
+        parts.counters.launched(time.perf_counter() - start)
+        return True
+
+    def _commit(self) -> None:
+        parts = self.parts
+        launched = parts.pipeline.oldest()
+        error: Exception | None = None
+        ids = None
+        try:
+            ids = parts.pipeline.wait()
+        except DeviceLostError:
+            raise
+        except Exception as caught:
+            error = caught
+        if ids is not None:
+            parts.committer.commit(launched.filled, ids)
+        else:
+            assert error is not None
+            parts.committer.fail(launched.filled, error)
+        parts.lifecycle.step_committed(launched.step)
+        parts.counters.committed(parts.committer.tokens)
+
+    def _unstick(self) -> bool:
+        """Nothing runs, nothing is in flight, yet somebody waits: that must not be, and it must not last (I5)."""
+        scheduler = self.parts.scheduler
+        if scheduler.num_running:
+            raise AssertionError(f"{scheduler.num_running} requests are running, but none can be scheduled")
+        head = scheduler.head()
+        if head is None:
+            return False
+        error = RequestFailedError(
+            f"request {head.label!r} can never be scheduled: it needs "
+            f"{self.parts.cache.blocks_for(len(head.tokens) + 1)} blocks and {self.parts.cache.num_free} of "
+            f"{self.parts.cache.capacity} are free with nothing else running",
+            request_id=head.label,
+        )
+        self.end(head, RequestStatus.FAILED, FinishReason.ERROR, error)
+        return True
+
+    # --- ends ------------------------------------------------------------------------------------------------------
+
+    def end(
+        self,
+        request: Request,
+        status: RequestStatus,
+        reason: FinishReason,
+        error: BaseException | None = None,
+    ) -> None:
+        """End a request for a reason that lies outside of its steps."""
+        self.parts.lifecycle.transition(request, status, reason, error)
+
+    def _on_change(self, request: Request) -> None:
+        """The lifecycle changed `request`: keep the books, tell its reader."""
+        parts = self.parts
+        status = request.status
+        if status is RequestStatus.PREFILLING and request.first_scheduled_time is None:
+            request.first_scheduled_time = time.monotonic()
+            parts.registry.scheduled(request.id)
+        elif status.ended:
+            parts.scheduler.remove(request)
+            parts.registry.ended(request.id, request.label)
+            parts.counters.ended(status)
+        parts.outbox.event(request)
+        if status.ended:
+            # Last, so that whatever goes wrong above, `abandon` finds the request among the living and tells its reader.
+            del parts.requests[request.id]
+
+    def _on_closed(self, port: LoopPort) -> None:
+        """A loop is gone: its readers have left."""
+        for request in [r for r in self.parts.requests.values() if r.reader.port is port]:
+            self.end(request, RequestStatus.CANCELLED, FinishReason.CANCELLED)
+
+
+    def refuse_rest(self) -> None:
+        """The loop has stopped and nobody else gets in: what is still in the inbox gets its answer."""
+        self._stopping = True
+        while (command := self.parts.inbox.take()) is not None:
+            self._handle(command)
+        self.parts.outbox.flush()
+
+    def abandon(self, error: Callable[[str], Exception]) -> None:
+        """The engine is dead: tell every reader, once, and touch nothing else, for nothing else can be relied on."""
+        parts = self.parts
+        while (command := parts.inbox.take()) is not None:
+            if isinstance(command, Submit):
+                parts.requests[command.request.id] = command.request
+        for request in list(parts.requests.values()):
+            request.status, request.finish_reason = RequestStatus.FAILED, FinishReason.ERROR
+            request.error = error(request.label)
+            parts.registry.ended(request.id, request.label)
+            parts.outbox.event(request)
+        parts.requests.clear()
+        parts.outbox.flush()
+
+
+def stopped_error(label: str) -> EngineStoppedError:
+    return EngineStoppedError(
+        f"the engine was stopped before request {label!r} had finished; start it again and repeat the request",
+        request_id=label,
+    )

@@ -1,0 +1,163 @@
+"""Two slots, two streams: launching steps and waiting for them. Engine thread only.
+
+`transfer` carries the inputs to the device; `compute` runs the forward, the sampling and the copy of the tokens back to
+the host as its tail (on `transfer` that copy would hold back the inputs of the next step).
+
+    I7 Compute waits for `inputs_ready`.      I9 At most two launched steps.
+    I10 Every KV write is on `compute`.       I13 Outputs are read through a slot's host buffer only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from cbengine.devices.base import Device
+from cbengine.execution.batch import Filled, device_inputs
+from cbengine.execution.inputs import StepInputs
+from cbengine.execution.sampler import sample
+from cbengine.execution.slots import Layout, Slot, SlotState, StepSizes
+from cbengine.models.base import ModelRunner
+
+Sampler = Callable[..., torch.Tensor]
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step in flight."""
+
+    step: int
+    slot: Slot
+    filled: Filled
+    error: Exception | None = None
+    """What queueing it raised, if it did."""
+
+
+class Pipeline:
+    """The device side of the step loop."""
+
+    def __init__(
+        self,
+        device: Device,
+        runner: ModelRunner,
+        *,
+        depth: int,
+        rows: int,
+        max_tokens: int,
+        max_seqs: int,
+        width: int,
+        sampler: Sampler = sample,
+    ) -> None:
+        self._device = device
+        self._runner = runner
+        self._sampler = sampler
+        self._transfer = device.stream("transfer")
+        self._compute = device.stream("compute")
+        # last_token[row]: the id that was sampled last for the row. Written by sampling, read by the next step's
+        # forward, both on `compute`, so that ids flow from step N to N + 1 without the host. The last row is the dummy.
+        self.last_token = device.device_buffer((rows + 1,), torch.int32)
+        words = Layout.of(StepSizes(max_tokens, max_seqs, width, max_seqs, max_seqs)).words
+        self.slots = [Slot(device, i, words, max_seqs) for i in range(depth)]
+        self._in_flight: deque[Launched] = deque()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def full(self) -> bool:
+        return len(self._in_flight) == len(self.slots)
+
+    def free_slot(self) -> Slot:
+        """The slot to fill next; there is one unless `full`. Its inputs may be written from here on."""
+        slot = next(s for s in self.slots if s.state is SlotState.FREE)
+        if self._device.checks:
+            self._device.host_access(writes=(slot.host_in,))
+        return slot
+
+    def launch(self, step: int, slot: Slot, filled: Filled) -> None:
+        """Queue the whole step: inputs to the device, forward and sampling, tokens to the host.
+
+        Raises nothing: a step that could not be queued is in flight all the same, and `wait` raises what it met.
+        """
+        assert slot.state is SlotState.FILLED and not self.full
+        slot.state = SlotState.LAUNCHED
+        launched = Launched(step, slot, filled)
+        self._in_flight.append(launched)
+        try:
+            self._queue(slot, filled)
+        except Exception as error:
+            launched.error = error
+
+    def _queue(self, slot: Slot, filled: Filled) -> None:
+        device, words, samples = self._device, filled.layout.words, filled.layout.sizes.samples
+        device.copy(self._transfer, slot.device_in[:words], slot.host_in[:words])
+        device.record(slot.inputs_ready, self._transfer)
+        device.wait(self._compute, slot.inputs_ready)
+        inputs = device_inputs(slot, filled)
+        reads, writes = self._touched(slot, filled) if device.checks else ((), ())
+        device.launch(self._compute, partial(self._run, slot, inputs, filled), name="step", reads=reads, writes=writes)
+        if samples:
+            device.copy(self._compute, slot.host_out[:samples], slot.device_out[:samples])
+        device.record(slot.done, self._compute)
+
+    def _run(self, slot: Slot, inputs: StepInputs, filled: Filled) -> None:
+        """On `compute`: the step itself."""
+        d = inputs.num_decodes
+        if d:
+            ids = inputs.token_ids[:d]
+            last = self.last_token[inputs.rows[:d].long()]
+            ids.copy_(torch.where(ids < 0, last, ids))
+        logits = self._runner.forward(inputs)
+        if inputs.num_samples:
+            tokens = self._sampler(logits, inputs.sampling)
+            slot.device_out[: inputs.num_samples] = tokens
+            self.last_token[slot.tensor(filled.layout, "sample_rows").long()] = tokens
+
+    def _touched(self, slot: Slot, filled: Filled) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
+        """Tags of what the step reads and writes, for devices that check."""
+        tables = filled.host_block_tables
+        rows = tuple(("row", row) for row in filled.rows.tolist())
+        blocks = tuple(("block", b) for b in np.unique(tables[tables >= 2]).tolist())
+        return (slot.device_in, *rows), (slot.device_out, *rows, *blocks)
+
+    def oldest(self) -> Launched:
+        return self._in_flight[0]
+
+    def wait(self) -> np.ndarray:
+        """Wait for the oldest step; returns its sampled ids, int32 [N]. Its slot is FREE afterwards.
+
+        Raises what the step raised; the step has left the pipeline then too.
+        """
+        launched = self._in_flight[0]
+        slot = launched.slot
+        try:
+            if launched.error is not None:
+                self._device.synchronize()  # part of it may be queued
+                raise launched.error
+            slot.done.synchronize()
+            if self._device.checks:
+                self._device.host_access(reads=(slot.host_out,))
+            # A copy: the slot is refilled, and may be overwritten, before this step's tokens are all delivered.
+            ids = slot.host_out[: launched.filled.layout.sizes.samples].numpy().copy()
+        finally:
+            self._in_flight.popleft()
+            slot.state = SlotState.FREE
+        return ids
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight, whatever the steps raise. The last thing before the buffers go."""
+        self._device.synchronize()
+        for launched in self._in_flight:
+            launched.slot.state = SlotState.FREE
+        self._in_flight.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of slots and per-row device state."""
+        return sum(slot.nbytes for slot in self.slots) + 4 * len(self.last_token)

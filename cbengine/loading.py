@@ -1,0 +1,32 @@
+"""From what the user named to what the engine runs: a model runner and a tokenizer. Engine thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cbengine.config import EngineConfig
+from cbengine.execution.worker import Loaded
+from cbengine.text.base import Tokenizer
+
+
+def load(model: Any, config: EngineConfig, tokenizer: Any, options: Mapping[str, Any]) -> Loaded:
+    """Load `model` (see `AsyncEngine`). A given `tokenizer` replaces the model's own."""
+    if hasattr(model, "bind") and hasattr(model, "spec"):  # a ModelRunner
+        found = getattr(model, "tokenizer", None)
+        return Loaded(model, _wrap(tokenizer if tokenizer is not None else found))
+    # Late: transformers' model code takes seconds to import, and an engine over a FakeModel has no need of it.
+    from cbengine.models.load import load as load_model
+
+    loaded = load_model(
+        model, dtype=config.dtype, device=config.device, attention=config.attention_backend, **dict(options)
+    )
+    return Loaded(loaded.runner, _wrap(tokenizer if tokenizer is not None else loaded.tokenizer))
+
+
+def _wrap(tokenizer: Any) -> Tokenizer | None:
+    if tokenizer is None or hasattr(tokenizer, "detokenizer"):
+        return tokenizer
+    from cbengine.text.tokenize import TextTokenizer
+
+    return TextTokenizer(tokenizer)

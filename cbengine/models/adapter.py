@@ -1,0 +1,341 @@
+"""Runs a transformers model, unchanged, over our paged cache.
+
+transformers lets an attention function be registered by name. Ours, "cbengine", is registered at the first `bind`. It is
+called by the attention modules of every model whose config names it, finds its layer's pages through an attribute of the
+module, and the step's metadata through a thread-local that only `TransformersRunner.forward` sets. A call outside a step of
+ours (somebody calls `model.generate`, perhaps in another thread at the same time) is ordinary attention.
+
+Within a step there is no transformers cache object and no mask: one packed row of tokens with their positions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from cbengine.attention import AttentionBackend, LayerKV, choose
+from cbengine.attention.eager import attention_math
+from cbengine.errors import UnsupportedFeatureError
+from cbengine.models.base import ModelSpec
+from cbengine.models.spec import spec_from_config, text_config
+
+if TYPE_CHECKING:
+    from cbengine.execution.inputs import StepInputs
+
+IMPLEMENTATION = "cbengine"
+"""Our name in transformers' registry of attention functions."""
+_LAYER = "_cbengine_layer"
+_INTERNAL = "_attn_implementation_internal"
+
+_bind_lock = threading.Lock()
+"""Makes "is it served already? then mark it" one step."""
+_running = threading.local()
+"""`_running.step`: the step that this thread's model call belongs to."""
+
+
+@dataclass(slots=True)
+class _Layer:
+    """Attribute of an attention module: which runner serves it, and its part of the cache."""
+
+    runner: TransformersRunner
+    index: int
+    kv: LayerKV
+    window: int | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Layer:
+        return self  # a copy of the model is not served; it must not copy the cache
+
+
+@dataclass(slots=True)
+class _Step:
+    """One call of `forward`."""
+
+    runner: TransformersRunner
+    written: set[int]
+    """Layers that have had their attention computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What `release` puts back."""
+
+    implementations: tuple[tuple[Any, str | None], ...]
+    """Configs, and the attention implementation that each named."""
+    training: tuple[nn.Module, ...]
+    """Modules that were in training mode."""
+
+
+class TransformersRunner:
+    """Serves one transformers model. See `ModelRunner` for who calls what on which thread.
+
+    Between `bind` and `release` the model's config names our attention function and the model is in evaluation mode; it
+    can still be called by others, with SDPA instead of the implementation it had.
+
+    Raises (constructor):
+        UnsupportedFeatureError: the model cannot be served; the message names what was found and what is supported.
+    """
+
+    spec: ModelSpec
+    attention: AttentionBackend
+    """Chosen here, so that its `page_size_multiple` is known before the cache is made."""
+
+    def __init__(self, model: PreTrainedModel, *, name: str | None = None, attention: str | None = None) -> None:
+        name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+        self.model = model
+        self.spec = spec_from_config(
+            model.config,
+            name=name,
+            kv_dtype=model.dtype,
+            weight_bytes=_weight_bytes(model),
+            generation_config=getattr(model, "generation_config", None),
+        )
+        _refuse_unknown_interface(model, name)
+        self._modules = _attention_modules(model, self.spec)
+        self.attention = choose(attention, model.device, self.spec)
+        self._before: _Before | None = None
+        self._page_size = 0
+
+    def bind(self, kv: list[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
+        """Take the model over. See `ModelRunner.bind`.
+
+        Raises:
+            UnsupportedFeatureError: the model object is being served by another engine.
+        """
+        assert len(kv) == len(self._modules), (len(kv), len(self._modules))
+        self.release()
+        _register()
+        parts = [LayerKV.of(key, value) for key, value in kv]
+        with _bind_lock:
+            for module in self._modules:
+                owner: _Layer | None = vars(module).get(_LAYER)
+                if owner is not None and owner.runner.model is self.model:
+                    raise UnsupportedFeatureError(
+                        f"{self.spec.name}: this model object is being served by another engine; stop that engine "
+                        "first, or load the model once for each engine"
+                    )
+            for index, (module, part) in enumerate(zip(self._modules, parts, strict=True)):
+                setattr(module, _LAYER, _Layer(self, index, part, self.spec.layers[index].window))
+        self._page_size = page_size
+        training = tuple(module for module in self.model.modules() if module.training)
+        configs = self._configs()
+        self._before = _Before(tuple((config, getattr(config, _INTERNAL)) for config in configs), training)
+        # The internal attribute: the public setter would also change the sub-configs (a vision tower's).
+        for config in configs:
+            setattr(config, _INTERNAL, IMPLEMENTATION)
+        for module in training:
+            module.training = False
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """See `ModelRunner.forward`. Compute stream's thread."""
+        assert self._before is not None, "forward before bind"
+        with torch.inference_mode(), _in_step(_Step(self, set())) as step:
+            self.attention.begin(inputs, self._page_size)
+            output = self.model(
+                input_ids=inputs.token_ids.long()[None],
+                position_ids=inputs.positions.long()[None],
+                use_cache=False,
+                logits_to_keep=inputs.sample_index,
+                return_dict=True,
+            )
+            missing = sorted(set(range(len(self._modules))) - step.written)
+            if missing:
+                raise UnsupportedFeatureError(
+                    f"{self.spec.name}: layers {missing} did not call the attention function; models whose every layer "
+                    "attends through transformers' attention interface are supported"
+                )
+            return output.logits[0]
+
+    def release(self) -> None:
+        """See `ModelRunner.release`."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        for config, implementation in before.implementations:
+            setattr(config, _INTERNAL, implementation)
+        for module in before.training:
+            module.training = True
+        with _bind_lock:
+            for module in self._modules:
+                delattr(module, _LAYER)
+
+    def _configs(self) -> list[Any]:
+        """The distinct configs that say which attention function the text model's modules call."""
+        text = text_config(self.model.config, self.spec.name)
+        owners = [self.model.config, text, *(vars(module).get("config") for module in self._modules)]
+        distinct = {id(config): config for config in owners if hasattr(config, _INTERNAL)}
+        return list(distinct.values())
+
+
+def _register() -> None:
+    AttentionInterface.register(IMPLEMENTATION, _attention_function)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask_function)
+
+
+@contextmanager
+def _in_step(step: _Step) -> Iterator[_Step]:
+    _running.step = step
+    try:
+        yield step
+    finally:
+        _running.step = None
+
+
+def _attention_function(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention interface of transformers: [B, heads, T, D] in, [B, T, heads, D] out. Any thread."""
+    step: _Step | None = getattr(_running, "step", None)
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    if step is None:
+        return _ordinary_attention(
+            module, query, key, value, attention_mask, scaling, dropout, softcap=softcap, s_aux=s_aux, **kwargs
+        )
+    layer: _Layer | None = vars(module).get(_LAYER)
+    name = step.runner.spec.name
+    if layer is None or layer.runner is not step.runner or layer.index in step.written:
+        again = "a second time" if layer is not None else "from outside the decoder's layers"
+        raise UnsupportedFeatureError(
+            f"{name}: {type(module).__name__} called the attention function {again} in one step; models that attend once "
+            "in each layer are supported"
+        )
+    if attention_mask is not None or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
+        raise UnsupportedFeatureError(
+            f"{name}: {type(module).__name__} attends with a mask or a bias of its own; plain causal attention is supported"
+        )
+    kv, heads = layer.kv, (key.shape[1], key.shape[3])
+    if heads != kv.key.shape[2:] or value.shape != key.shape or query.shape[3] != key.shape[3]:
+        raise UnsupportedFeatureError(
+            f"{name}: layer {layer.index} has keys {tuple(key.shape)} and values {tuple(value.shape)}, where its config says "
+            f"{kv.key.shape[2]} heads of {kv.key.shape[3]}"
+        )
+    step.written.add(layer.index)
+    backend = step.runner.attention
+    _check_backend(backend, name, softcap, s_aux)
+    backend.write(kv, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    out = backend.attend(
+        kv, query[0].transpose(0, 1), scale=scaling, window=layer.window, softcap=softcap, sinks=s_aux
+    )
+    return out[None], None
+
+
+def _check_backend(backend: AttentionBackend, name: str, softcap: float | None, sinks: torch.Tensor | None) -> None:
+    if softcap is not None and not backend.supports_softcap:
+        raise UnsupportedFeatureError(f'{name} needs a soft cap, which attention={backend.name!r} has not; "sdpa" has it')
+    if sinks is not None and not backend.supports_sinks:
+        raise UnsupportedFeatureError(f'{name} needs sinks, which attention={backend.name!r} has not; "sdpa" has them')
+
+
+def _mask_function(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """No mask within a step; outside, what transformers' SDPA needs. Any thread."""
+    if getattr(_running, "step", None) is not None:
+        return None
+    return sdpa_mask(*args, **kwargs)
+
+
+def _ordinary_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float,
+    *,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Somebody else's call of a model that is being served: transformers' SDPA, or the reference where SDPA cannot."""
+    if softcap is None and s_aux is None:
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return out, None
+    n, m = query.shape[2], key.shape[2]
+    if mask is None:
+        hidden = torch.ones(n, m, dtype=torch.bool, device=query.device).triu_(m - n + 1)[None]
+        additive = torch.zeros(1, n, m, device=query.device).masked_fill_(hidden, float("-inf"))
+    elif mask.dtype == torch.bool:
+        additive = torch.zeros(mask[:, 0].shape, device=query.device).masked_fill_(~mask[:, 0], torch.finfo().min)
+    else:
+        additive = mask[:, 0]
+    out = attention_math(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        scale=scaling,
+        mask=additive,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out, None
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, tied ones once."""
+    tensors: dict[int, torch.Tensor] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def _refuse_unknown_interface(model: PreTrainedModel, name: str) -> None:
+    kind = type(model).__name__
+    can_set: Callable[[], bool] | None = getattr(model, "_can_set_attn_implementation", None)
+    if not getattr(model, "_supports_attention_backend", False) or (can_set is not None and not can_set()):
+        raise UnsupportedFeatureError(
+            f"{name}: {kind} does not attend through transformers' attention interface "
+            "(_supports_attention_backend is False), so its attention cannot be replaced; models that do are supported"
+        )
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedFeatureError(
+            f"{name}: {kind}.forward takes no logits_to_keep; language models with a head (…ForCausalLM) are supported"
+        )
+
+
+def _attention_modules(model: PreTrainedModel, spec: ModelSpec) -> list[nn.Module]:
+    """The attention module of each layer, in order.
+
+    They are told by their `layer_idx`. Layers of attention that hold another attention module (wrappers) are left out.
+    """
+    decoder = model.get_decoder()
+    found: dict[int, list[nn.Module]] = {}
+    for module in (decoder if isinstance(decoder, nn.Module) else model).modules():
+        if _is_attention(module) and not any(_is_attention(inner) for inner in module.modules() if inner is not module):
+            found.setdefault(int(module.layer_idx), []).append(module)  # type: ignore[arg-type]
+    expected = range(len(spec.layers))
+    if sorted(found) != list(expected) or any(len(modules) != 1 for modules in found.values()):
+        counts = {index: len(modules) for index, modules in sorted(found.items())}
+        raise UnsupportedFeatureError(
+            f"{spec.name}: {type(model).__name__} has attention modules {counts} (layer: how many) for "
+            f"{len(expected)} layers; models with one self-attention in each layer are supported"
+        )
+    modules = [found[index][0] for index in expected]
+    if any(getattr(module, "is_causal", True) is False for module in modules):
+        raise UnsupportedFeatureError(
+            f"{spec.name}: {type(modules[0]).__name__} is not causal; decoder-only models with causal attention are supported"
+        )
+    return modules
+
+
+def _is_attention(module: nn.Module) -> bool:
+    index = getattr(module, "layer_idx", None)
+    return isinstance(index, int) and (hasattr(module, "is_causal") or "attention" in type(module).__name__.lower())

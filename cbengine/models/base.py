@@ -1,0 +1,63 @@
+"""What the engine needs from a model, and no more. `TransformersRunner` and `cbengine.testing.FakeModel` provide it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from cbengine.execution.inputs import StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """The attention of one layer, as the cache has to know it."""
+
+    kind: str
+    """"full_attention" or "sliding_attention", as in a transformers config's `layer_types`."""
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    """Sliding window in tokens, the token itself included; None for full attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The facts about a model that sizes, limits and defaults are derived from."""
+
+    name: str
+    layers: tuple[LayerSpec, ...]
+    num_heads: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    max_model_len: int
+    """Longest sequence, prompt and answer together, that the model was made for."""
+    kv_dtype: torch.dtype
+    weight_bytes: int
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: dict[str, float | int]
+    """Sampling defaults from the checkpoint's generation config, under `SamplingParams`' names."""
+
+
+class ModelRunner(Protocol):
+    """Runs one packed step. `bind` is called once by the engine thread, `forward` on the compute stream."""
+
+    spec: ModelSpec
+
+    def bind(self, kv: list[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
+        """Give each layer its part of the cache: K and V of shape [num_blocks, page_size, num_kv_heads, head_dim].
+
+        Views into one flat pool: the innermost two dimensions are contiguous, the strides of the others are free.
+        """
+        ...
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """Write K and V of the step's tokens into their pages, attend, and return logits [num_samples, vocab_size]."""
+        ...
+
+    def release(self) -> None:
+        """Undo `bind` and whatever was changed in a model that belongs to the caller. Idempotent."""
+        ...

@@ -1,0 +1,152 @@
+"""From a name, a folder, a GGUF file or a built model to something that the engine can run."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from cbengine.errors import InvalidRequestError
+from cbengine.models.adapter import TransformersRunner
+from cbengine.models.gguf import is_gguf, load_gguf
+from cbengine.models.spec import spec_from_config
+
+_log = logging.getLogger(__name__)
+
+_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "subfolder", "token")
+"""Options of `from_pretrained` that say where files are: config and tokenizer need them too."""
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model that is ready to be bound, with the tokenizer that came with it."""
+
+    runner: TransformersRunner
+    tokenizer: Any | None
+    """The transformers tokenizer; None where the source has none, or none was asked for."""
+    name: str
+
+
+def load(
+    model: str | Path | PreTrainedModel,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    attention: str | None = None,
+    with_tokenizer: bool = True,
+    **from_pretrained: Any,
+) -> LoadedModel:
+    """Load a model for serving. Blocks, for minutes when it has to be downloaded; any thread.
+
+    Args:
+        model: a hub id, a local folder, the path of a `.gguf` file, or a built transformers model, which is used as it is.
+        dtype: dtype of the weights, or its name, or "auto" for the checkpoint's. Default: float32 on a CPU, else "auto";
+            a quantised checkpoint is loaded as transformers loads it.
+        device: where to put the model. Ignored if `device_map` is among the further options.
+        revision, trust_remote_code: as in transformers.
+        attention: name of the attention backend (`cbengine.attention.available()`); default: the fastest for the device.
+        with_tokenizer: False leaves the tokenizer out.
+        from_pretrained: further options for `AutoModelForCausalLM.from_pretrained`.
+
+    Raises:
+        UnsupportedFeatureError: the model cannot be served, or a package that its format needs is missing.
+        InvalidRequestError: options that contradict a built model.
+        OSError, ValueError: from transformers, as they are: no such model, no network, a broken checkpoint.
+    """
+    device = torch.device(device)
+    if isinstance(model, PreTrainedModel):
+        options = {"revision": revision, **from_pretrained}
+        return _adopt(model, dtype, device, attention, with_tokenizer, options)
+    if not isinstance(model, (str, Path)):
+        raise InvalidRequestError(
+            f"a model is a hub id, a folder, a .gguf file or a transformers PreTrainedModel, got {type(model).__name__}"
+        )
+    source = str(Path(model).expanduser()) if isinstance(model, Path) or model.startswith("~") else model
+    if is_gguf(source):
+        network, tokenizer = load_gguf(Path(source), _dtype(dtype, device, False), with_tokenizer, from_pretrained)
+    else:
+        where = {"revision": revision, "trust_remote_code": trust_remote_code}
+        network, tokenizer = _load_checkpoint(source, dtype, device, with_tokenizer, where, from_pretrained)
+    if "device_map" not in from_pretrained and network.device != device and device.type != "cpu":
+        network.to(device)  # type: ignore[arg-type]
+    return LoadedModel(TransformersRunner(network, name=source, attention=attention), tokenizer, source)
+
+
+def _load_checkpoint(
+    source: str,
+    dtype: str | torch.dtype | None,
+    device: torch.device,
+    with_tokenizer: bool,
+    where: dict[str, Any],
+    options: dict[str, Any],
+) -> tuple[PreTrainedModel, Any | None]:
+    hub = {key: options[key] for key in _HUB_OPTIONS if key in options}
+    # The config first: a model that cannot be served is refused before gigabytes of weights are fetched.
+    config = options.get("config")
+    if config is None:
+        config = AutoConfig.from_pretrained(source, **where, **hub)
+    spec_from_config(config, name=source, kv_dtype=torch.float32)
+    quantised = getattr(config, "quantization_config", None) is not None or "quantization_config" in options
+    network = AutoModelForCausalLM.from_pretrained(source, dtype=_dtype(dtype, device, quantised), **where, **options)
+    tokenizer = None
+    if with_tokenizer and _may_have_tokenizer(source, hub):
+        tokenizer = AutoTokenizer.from_pretrained(source, **where, **hub)
+    return network, tokenizer
+
+
+def _adopt(
+    model: PreTrainedModel,
+    dtype: str | torch.dtype | None,
+    device: torch.device,
+    attention: str | None,
+    with_tokenizer: bool,
+    options: dict[str, Any],
+) -> LoadedModel:
+    """Use a model of the caller's as it is."""
+    given = sorted(key for key, value in options.items() if value is not None)
+    if given:
+        raise InvalidRequestError(f"{', '.join(given)} cannot be applied to a model that is already built; load it with them")
+    wanted = _dtype(dtype, device, True) if dtype is not None else "auto"
+    if wanted not in ("auto", model.dtype):
+        raise InvalidRequestError(
+            f"dtype={dtype!r} does not fit the model that was passed, which is {model.dtype}; leave dtype out, or convert it"
+        )
+    if model.device.type != device.type or device.index not in (None, model.device.index):
+        raise InvalidRequestError(
+            f"device={str(device)!r} does not fit the model that was passed, which is on {model.device}; move it first"
+        )
+    runner = TransformersRunner(model, attention=attention)
+    tokenizer = None
+    source = str(getattr(model.config, "_name_or_path", "") or "")
+    if with_tokenizer and source and not is_gguf(source) and _may_have_tokenizer(source, {}):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        except (OSError, ValueError) as error:
+            # The name is only a hint: the model may have been made anywhere.
+            _log.warning("no tokenizer found for %s (%s); pass one, or use token ids", source, error)
+    return LoadedModel(runner, tokenizer, runner.spec.name)
+
+
+def _dtype(dtype: str | torch.dtype | None, device: torch.device, quantised: bool) -> str | torch.dtype:
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" and not quantised else "auto"
+    if isinstance(dtype, torch.dtype) or dtype == "auto":
+        return dtype
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise InvalidRequestError(f'dtype must be "auto" or a floating point dtype such as "bfloat16", got {dtype!r}')
+    return found
+
+
+def _may_have_tokenizer(source: str, hub: dict[str, Any]) -> bool:
+    """False for a local folder without any file of a tokenizer: that is a model for token ids, and no error."""
+    folder = Path(source, hub.get("subfolder") or "")
+    if not folder.is_dir():
+        return True
+    return any(folder.glob("tokenizer*")) or any(folder.glob("vocab*")) or any(folder.glob("*.model"))

@@ -1,0 +1,121 @@
+"""What comes out of a generation: immutable values, safe to keep and to pass between threads."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+class FinishReason(str, enum.Enum):
+    """Why a generation ended. A `str`, so that `reason == "stop"` holds and JSON needs no help."""
+
+    STOP = "stop"  # an end-of-sequence or stop token was sampled
+    LENGTH = "length"  # max_new_tokens, the model's context or the cache's capacity was reached
+    CANCELLED = "cancelled"  # the reader left, or cancel() was called
+    TIMEOUT = "timeout"  # the request's deadline passed
+    ERROR = "error"  # the request failed, or the engine did
+
+    __str__ = str.__str__
+
+
+class RequestStatus(str, enum.Enum):
+    """Where a request is in its life (the states of the engine's state machine)."""
+
+    PENDING = "pending"  # accepted, waiting for its first step
+    PREFILLING = "prefilling"  # its prompt is being computed
+    DECODING = "decoding"  # it produces tokens
+    PREEMPTED = "preempted"  # gave its pages back for a while; waits with everything it has said
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+    __str__ = str.__str__
+
+    @property
+    def ended(self) -> bool:
+        """True in the three states that a request never leaves."""
+        return self in (RequestStatus.FINISHED, RequestStatus.CANCELLED, RequestStatus.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token. `str(token)` is its text.
+
+    `text` may be empty: special tokens have no text, and a character whose bytes are spread over several tokens comes
+    whole with its last one. `text`, `id` and `logprob` always belong together.
+    """
+
+    text: str
+    id: int
+    index: int
+    """Position in the answer, from 0."""
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] | None = None
+    finish_reason: FinishReason | None = None
+    """Set on the last token of an answer that ended by itself (stop, length), None on all others."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed because their pages were already in the cache."""
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Timings of one request, in seconds of `time.monotonic()`, taken where the engine hands the tokens over."""
+
+    arrival_time: float = 0.0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    token_times: Sequence[float] = field(default=())
+    """One entry a token."""
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+    @property
+    def queue_time(self) -> float | None:
+        """From the call to the first step that computed something for it."""
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token, from the call."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def mean_itl(self) -> float | None:
+        """Mean inter-token latency; None below two tokens."""
+        if len(self.token_times) < 2:
+            return None
+        return (self.token_times[-1] - self.token_times[0]) / (len(self.token_times) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    metrics: RequestMetrics
+    index: int = 0
+    """Place of its prompt in a batch (`generate_batch`, `as_completed`)."""
+
+    def __str__(self) -> str:
+        return self.text

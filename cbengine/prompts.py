@@ -1,0 +1,153 @@
+"""Reading what a caller asks for: prompt, parameters, label. Checked at the call, before anything is registered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cbengine.bridge.inbox import Tokenized
+from cbengine.errors import (
+    DuplicateRequestError,
+    EmptyPromptError,
+    InvalidRequestError,
+    PromptTooLongError,
+    UnsupportedFeatureError,
+)
+from cbengine.execution.commit import failure
+from cbengine.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from cbengine.execution.worker import Worker
+
+Prompt = str | Sequence[int]
+"""Text, or token ids (a list, tuple, or one-dimensional integer array or tensor)."""
+
+INLINE_CHARACTERS = 4096
+"""A text up to this long is tokenized at the call (about a millisecond), a longer one on a thread of its own."""
+
+_CHARACTERS_A_TOKEN = 4  # what a long text counts for in the queue until it is tokenized
+
+
+@dataclass(slots=True)
+class Parsed:
+    """A checked prompt. Either `ids` (int32) and `limit`, or a `text` that is yet to be tokenized."""
+
+    tokens: int
+    """What it counts for in the queue."""
+    ids: np.ndarray | None = None
+    limit: int = 0
+    text: str | None = None
+
+
+class PromptReader:
+    """Checks requests for one run of the engine. Any thread."""
+
+    def __init__(self, worker: Worker) -> None:
+        assert worker.loaded is not None and worker.memory is not None, "made for a worker that runs"
+        self.worker = worker
+        self._tokenizer = worker.loaded.tokenizer
+        self._spec = worker.loaded.runner.spec
+        self._max_len = worker.memory.max_model_len
+        self._capacity = worker.memory.capacity_tokens
+
+    def resolve(self, params: SamplingParams | None, overrides: Mapping[str, Any]) -> SamplingParams:
+        """The parameters with overrides and the model's defaults filled in."""
+        if params is not None and not isinstance(params, SamplingParams):
+            raise InvalidRequestError(f"params must be a SamplingParams or None, got {type(params).__name__}")
+        resolved = (params or _NO_PARAMS).merged(**overrides).resolved(self._spec.generation_defaults)
+        for token in resolved.stop_token_ids:
+            if token >= self._spec.vocab_size:
+                raise InvalidRequestError(
+                    f"stop_token_ids has {token}, but the vocabulary ends at {self._spec.vocab_size - 1}"
+                )
+        return resolved
+
+    def label(self, given: str | None, number: int) -> str:
+        """The request's label: the caller's, or one made from its number."""
+        if given is None:
+            return f"request-{number}"
+        if not isinstance(given, str) or not given:
+            raise InvalidRequestError(f"request_id must be a string that is not empty, or None, got {given!r}")
+        return given
+
+    def read(self, prompt: Prompt, params: SamplingParams, label: str, *, add_special_tokens: bool) -> Parsed:
+        """Check `prompt`. Raises what `AsyncEngine.stream` says."""
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise UnsupportedFeatureError(
+                    "this engine has no tokenizer: pass token ids, or make the engine with `tokenizer=`", request_id=label
+                )
+            if not prompt:
+                raise EmptyPromptError("the prompt is empty; it needs at least one character", request_id=label)
+            if len(prompt) > INLINE_CHARACTERS:
+                return Parsed(max(1, len(prompt) // _CHARACTERS_A_TOKEN), text=prompt)
+            ids = self._encode(prompt, label, add_special_tokens)
+        else:
+            ids = self._check_ids(prompt, label)
+        return Parsed(len(ids), ids, self._limit(ids, params, label))
+
+    def tokenize_later(
+        self, number: int, text: str, params: SamplingParams, label: str, *, add_special_tokens: bool
+    ) -> None:
+        """Tokenize a long text on the tokenizer thread; the engine thread hears of it by a `Tokenized`."""
+
+        def job() -> None:
+            try:
+                ids = self._encode(text, label, add_special_tokens)
+                command = Tokenized(number, ids, self._limit(ids, params, label))
+            except Exception as error:
+                command = Tokenized(number, None, 0, error)
+            self.worker.inbox.put(command)
+
+        self.worker.background.submit(job)
+
+    def _encode(self, text: str, label: str, add_special_tokens: bool) -> np.ndarray:
+        assert self._tokenizer is not None
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except InvalidRequestError:
+            raise
+        except Exception as error:
+            raise failure(label, error) from error
+        return self._check_ids(ids, label)
+
+    def _check_ids(self, prompt: Sequence[int], label: str) -> np.ndarray:
+        try:
+            ids = np.asarray(prompt)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequestError(f"a prompt is text or token ids: {error}", request_id=label) from None
+        if ids.ndim == 1 and not len(ids):
+            raise EmptyPromptError("the prompt has no tokens; it needs at least one", request_id=label)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise InvalidRequestError(
+                f"a prompt is text or a flat sequence of integer token ids, got {type(prompt).__name__} "
+                f"(as an array: {ids.dtype}, shape {ids.shape})",
+                request_id=label,
+            )
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self._spec.vocab_size:
+            raise InvalidRequestError(
+                f"token id {low if low < 0 else high} is not in the vocabulary, which is 0 to {self._spec.vocab_size - 1}",
+                request_id=label,
+            )
+        return ids.astype(np.int32)
+
+    def _limit(self, ids: np.ndarray, params: SamplingParams, label: str) -> int:
+        """Length at which the request ends, prompt included: what was asked for, within the model and the cache."""
+        room = min(self._max_len, self._capacity)
+        if len(ids) >= room:
+            what = "the sequences this engine serves" if self._max_len <= self._capacity else "the whole cache"
+            raise PromptTooLongError(
+                f"the prompt has {len(ids)} tokens and {what} {room}, so that a prompt may have {room - 1}; shorten it, or "
+                "raise max_model_len (up to the model's own limit), num_blocks or max_memory_percent",
+                request_id=label,
+            )
+        if params.max_new_tokens is None:
+            return room
+        return min(len(ids) + params.max_new_tokens, room)
+
+
+_NO_PARAMS = SamplingParams()

@@ -1,0 +1,85 @@
+"""What a scheduler decides with, and what it decides. Runs without a model; engine thread only."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cbengine.scheduling.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """What one step may hold at most."""
+
+    tokens: int
+    """Query tokens."""
+    requests: int
+    pages_read: int
+    """Pages that one forward can read, over all its requests (their block tables have to fit the step's workspace)."""
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A piece of a prompt (or of a preempted request's tokens) to compute in this step."""
+
+    request: Request
+    row: int
+    start: int
+    count: int
+    last: bool
+    """It ends the known tokens, so this step samples the next one."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step: which rows compute how many tokens. Decoding rows first, one token each, then the chunks."""
+
+    decode_rows: np.ndarray
+    """int64 [D]."""
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.decode_rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode_rows) + sum(chunk.count for chunk in self.chunks)
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.decode_rows) + len(self.chunks)
+
+    def __bool__(self) -> bool:
+        return bool(len(self.decode_rows) or self.chunks)
+
+
+class Scheduler(ABC):
+    """Decides at every step what is computed. The loop calls `add` on arrival, then `plan` once a step."""
+
+    @abstractmethod
+    def add(self, request: Request) -> None:
+        """A request (new, or preempted and ready again) waits for its turn."""
+
+    @abstractmethod
+    def remove(self, request: Request) -> None:
+        """The request ended, or was preempted: forget it, whatever it is doing."""
+
+    @abstractmethod
+    def plan(self) -> StepPlan:
+        """The next step, its pages reserved and its rows assigned. Empty: nothing can run now."""
+
+    @abstractmethod
+    def head(self) -> Request | None:
+        """The waiting request that is let in next."""
+
+    @property
+    @abstractmethod
+    def num_waiting(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def num_running(self) -> int: ...

@@ -1,0 +1,121 @@
+"""The row table: the state of all running requests as arrays, one row each.
+
+This is what lets a step cost numpy work over the batch plus Python work for what changed, and nothing per token. Engine
+thread only. The arrays outlive no row: a row goes back when the newest step that may name it has committed (I11), so at
+commit a row still means the request that it meant at launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from cbengine.scheduling.request import Request
+
+FREE, RUNNING, LEAVING, DEAD = 0, 1, 2, 3
+"""FREE: nobody's. RUNNING: scheduled. LEAVING: preempted, tokens of launched steps still count. DEAD: ended, they don't."""
+
+
+class RowTable:
+    """`capacity` rows, each holding up to `max_len` tokens.
+
+    Row `capacity` (one past the last) exists as well: the dummy that padded sequences belong to. `on_assign("row", [row])`
+    hears of every row that gets an owner (see `CacheManager`).
+    """
+
+    def __init__(
+        self, capacity: int, max_len: int, on_assign: Callable[[str, list[int]], None] | None = None
+    ) -> None:
+        self.capacity = capacity
+        self.max_len = max_len
+        self._on_assign = on_assign
+        n = capacity + 1
+        self.requests: list[Request | None] = [None] * n
+        self.status = np.zeros(n, np.uint8)
+        self.known = np.zeros(n, np.int64)
+        self.computed = np.zeros(n, np.int64)
+        self.planned = np.zeros(n, np.int64)
+        self.limit = np.zeros(n, np.int64)
+        self.prompt_len = np.zeros(n, np.int64)
+        self.min_len = np.zeros(n, np.int64)
+        """Length, prompt included, below which no stop token may be sampled."""
+        self.ignore_eos = np.zeros(n, bool)
+        self.own_stops = np.zeros(n, bool)
+        self.seed = np.zeros(n, np.uint64)
+        self.temperature = np.zeros(n, np.float32)
+        self.top_k = np.zeros(n, np.int32)
+        self.top_p = np.ones(n, np.float32)
+        self.min_p = np.zeros(n, np.float32)
+        # Grown by doubling, up to max_len, as longer sequences come: rows x the model's context would be far too much.
+        self.tokens = np.zeros((n, min(max_len, 1024)), np.int32)
+        self._free = list(range(capacity - 1, -1, -1))
+
+    @property
+    def dummy(self) -> int:
+        return self.capacity
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.capacity - len(self._free)
+
+    def assign(self, request: Request) -> int:
+        """Give `request` a free row and load it with what is known of it."""
+        row = self._free.pop()
+        if self._on_assign is not None:
+            self._on_assign("row", [row])
+        tokens, params = request.tokens, request.params
+        known = len(tokens)
+        self._reserve(known + 1)
+        self.requests[row] = request
+        request.row = row
+        request.saved = None
+        self.tokens[row, :known] = tokens
+        self.status[row] = RUNNING
+        self.known[row] = known
+        self.computed[row] = 0
+        self.planned[row] = 0
+        self.limit[row] = request.limit
+        self.prompt_len[row] = request.prompt_len
+        self.min_len[row] = request.prompt_len + params.min_new_tokens
+        self.ignore_eos[row] = params.ignore_eos
+        self.own_stops[row] = bool(request.stop_ids)
+        self.seed[row] = request.seed
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        return row
+
+    def save(self, request: Request) -> None:
+        """Keep the known tokens of a request that is about to lose its row."""
+        row = request.row
+        request.saved = self.tokens[row, : self.known[row]].copy()
+
+    def release(self, row: int) -> None:
+        """The row is nobody's again. Only for rows that no launched step names."""
+        request = self.requests[row]
+        assert request is not None and self.status[row] in (LEAVING, DEAD)
+        request.row = -1
+        self.requests[row] = None
+        self.status[row] = FREE
+        self._free.append(row)
+
+    def append(self, rows: np.ndarray, ids: np.ndarray) -> None:
+        """Add one sampled token to each of `rows`."""
+        position = self.known[rows]
+        if len(rows):
+            self._reserve(int(position.max()) + 1)
+        self.tokens[rows, position] = ids
+        self.known[rows] = position + 1
+
+    def _reserve(self, length: int) -> None:
+        width = self.tokens.shape[1]
+        if length > width:
+            grown = np.zeros((len(self.tokens), max(length, min(2 * width, self.max_len))), np.int32)
+            grown[:, :width] = self.tokens
+            self.tokens = grown

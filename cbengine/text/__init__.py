@@ -1,0 +1,1 @@
+"""Text and token ids: tokenizing, incremental detokenization, chat templates."""

@@ -1,0 +1,1 @@
+"""What tests share: event loops, leak checks, the loop guard, models and their reference answers."""
