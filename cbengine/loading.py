@@ -19,7 +19,12 @@ def load(model: Any, config: EngineConfig, tokenizer: Any, options: Mapping[str,
     from cbengine.models.load import load as load_model
 
     loaded = load_model(
-        model, dtype=config.dtype, device=config.device, attention=config.attention_backend, **dict(options)
+        model,
+        dtype=config.dtype,
+        device=config.device or "cpu",
+        attention=config.attention_backend,
+        with_tokenizer=tokenizer is None,
+        **dict(options),
     )
     return Loaded(loaded.runner, _wrap(tokenizer if tokenizer is not None else loaded.tokenizer))
 

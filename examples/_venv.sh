@@ -36,7 +36,8 @@ find_python() {
   fail "cbengine needs Python 3.11 or newer; found $(python3 --version 2>&1). Set PYTHON=/path/to/python to name another."
 }
 
-pip_install() { "$VENV_PYTHON" -m pip install --quiet "$@"; }
+# Errors only: what pip warns of is about its own settings.
+pip_install() { "$VENV_PYTHON" -m pip install --quiet --quiet "$@"; }
 
 # pip_try LOG ARGS...: an attempt whose errors matter only if all others fail too.
 pip_try() {

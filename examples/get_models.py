@@ -105,7 +105,20 @@ def pieces(work: Path) -> list[tuple[Path, str]]:
 
 def convert(gguf: Path, folder: Path) -> None:
     """Load the GGUF file as cbengine does, and save it as a folder that transformers loads without help."""
-    raise SystemExit
+    import torch
+
+    from cbengine.models.gguf import load_gguf
+
+    model, tokenizer = load_gguf(gguf, torch.float32, True, {})
+    # The weights are plain float32 by now, but transformers remembers where they came from, and refuses to save them.
+    model.hf_quantizer = None
+    for name in ("is_quantized", "quantization_method"):
+        vars(model).pop(name, None)
+    vars(model.config).pop("quantization_config", None)
+    model.config.name_or_path = ""
+    model.save_pretrained(folder)
+    assert tokenizer is not None
+    tokenizer.save_pretrained(folder)
 
 
 def say(message: str) -> None:

@@ -48,6 +48,7 @@ class PassScheduler(Scheduler):
         self._prefilling: list[Request] = []  # by arrival
         self._decoding: list[Request] = []  # by arrival
         self._decode_rows: np.ndarray | None = _NONE  # rows of _decoding; None = to be made again
+        self._decodable = _NONE
         self._left = [0, 0, 0]  # tokens, requests, pages still to be given out in the step being planned
         self._stalled = False
         self._plan = StepPlan(_NONE)
@@ -93,15 +94,17 @@ class PassScheduler(Scheduler):
         self._left = [self._budgets.tokens, self._budgets.requests, self._budgets.pages_read]
         self._stalled = False
         self._plan = StepPlan(_NONE)
+        if self._decode_rows is None:
+            self._decode_rows = np.fromiter((r.row for r in self._decoding), np.int64, len(self._decoding))
+        # Taken before any pass: a request whose last chunk is planned now decodes in the next step at the earliest.
+        self._decodable = self._decode_rows
         for fill in self.passes():
             fill()
         return self._plan
 
     def _decode_pass(self) -> None:
         """One token for every decoding row that has a token left to make and a page to put it in."""
-        if self._decode_rows is None:
-            self._decode_rows = np.fromiter((r.row for r in self._decoding), np.int64, len(self._decoding))
-        rows, table = self._decode_rows, self._rows
+        rows, table = self._decodable, self._rows
         if not len(rows):
             return
         # Position p is computed to sample token p + 1, so nothing is computed past limit - 2: an end by length is known

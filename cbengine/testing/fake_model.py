@@ -181,7 +181,7 @@ class FakeModel:
         mixed = places * _PLACE_WEIGHT
         for cache, weights in zip(self._kv, self._weights, strict=True):
             for part, weight in zip(cache, weights, strict=True):
-                entries = part[tables].view(len(tables), len(places), 2).long()
+                entries = part[tables].reshape(len(tables), len(places), 2).long()
                 mixed = mixed + (entries * weight).sum(-1)
         mixed = mixed % _PRIME
         total = (mixed * mixed % _PRIME * (places < lengths.unsqueeze(1))).sum(-1) % _PRIME

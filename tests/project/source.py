@@ -41,9 +41,17 @@ class Name:
     line: int
 
 
-def imported_names(tree: ast.AST) -> Iterator[Name]:
-    """Everything that is imported anywhere in the tree, type checking blocks included: "a.b" for `from a import b`."""
+def imported_names(tree: ast.AST, *, annotations: bool = True) -> Iterator[Name]:
+    """Everything that is imported anywhere in the tree: "a.b" for `from a import b`.
+
+    `annotations=False` leaves out what only a type checker imports.
+    """
+    skipped: set[ast.AST] = set()
     for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if not annotations and isinstance(node, ast.If) and _dotted(node.test) in _TYPE_CHECKING:
+            skipped.update(child for statement in node.body for child in ast.walk(statement))
         if isinstance(node, ast.Import):
             yield from (Name(alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -51,6 +59,9 @@ def imported_names(tree: ast.AST) -> Iterator[Name]:
             yield from (Name(f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
         elif isinstance(node, ast.Call) and _is_dynamic_import(node.func):
             yield from (Name(str(a.value), node.lineno) for a in node.args if isinstance(a, ast.Constant))
+
+
+_TYPE_CHECKING = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
 def _is_dynamic_import(function: ast.expr) -> bool:

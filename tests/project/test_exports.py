@@ -41,7 +41,9 @@ def test_every_error_and_output_is_exported(module: types.ModuleType) -> None:
 
 
 def test_the_tree_in_the_docstring_is_the_tree_of_errors() -> None:
-    errors = [v for v in vars(cbengine.errors).values() if isinstance(v, type) and issubclass(v, cbengine.CBEngineError)]
+    errors = [
+        v for v in vars(cbengine.errors).values() if isinstance(v, type) and issubclass(v, cbengine.CBEngineError)
+    ]
     assert len(errors) >= 13
     for error in errors:
         assert error.__name__ in (cbengine.errors.__doc__ or "")

@@ -31,15 +31,25 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "outputs": (),
     "sampling": (),
     "config": (),
-    "devices": (),
+    "devices": ("config",),
     "text": (),
     "observe": (),
     "cache": ("config", "devices.base", "models.base"),
     "scheduling": ("config", "cache", "models.base"),
-    "models": ("config", "attention", "execution.inputs", "text"),
+    "models": ("config", "attention", "cache.geometry", "execution.inputs", "text"),
     "attention": ("config", "cache.geometry", "execution.inputs", "models.base"),
     "bridge": ("scheduling.request",),
-    "execution": ("config", "cache", "scheduling", "devices", "models.base", "text.base", "bridge", "observe"),
+    "execution": (
+        "config",
+        "cache",
+        "scheduling",
+        "devices",
+        "models.base",
+        "text.base",
+        "text.background",
+        "bridge",
+        "observe",
+    ),
     "stream": ("bridge",),
 }
 
@@ -67,9 +77,9 @@ def violations_of_names(path: Path, tree: ast.AST) -> list[str]:
 
 
 def violations_of_rooms(path: Path, tree: ast.AST) -> list[str]:
-    """Imports between rooms of cbengine that go the wrong way."""
+    """Imports between rooms of cbengine that go the wrong way. What annotations alone need is free."""
     room, found = room_of(path), []
-    for name in imported_names(tree):
+    for name in imported_names(tree, annotations=False):
         package, _, target = name.dotted.partition(".")
         if package != "cbengine" or not target:
             continue
@@ -109,6 +119,8 @@ def test_imports(path: Path) -> None:
         ("engine.py", "from transformers import AutoModelForCausalLM"),
         ("text/x.py", "from transformers.models.llama import LlamaConfig"),
         ("cache/x.py", "from cbengine.scheduling import fifo"),
+        ("cache/x.py", "if True:\n    from cbengine.scheduling import fifo"),
+        ("cache/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import asyncio"),
         ("scheduling/x.py", "import cbengine.execution.loop"),
         ("bridge/x.py", "from cbengine.execution.loop import StepLoop"),
         ("devices/x.py", "from cbengine.cache.pool import CachePool"),
@@ -133,6 +145,7 @@ def test_a_forbidden_import_is_found(place: str, line: str) -> None:
         ("models/x.py", "from transformers import AutoModelForCausalLM"),
         ("models/x.py", "from cbengine.execution.inputs import StepInputs"),
         ("bridge/x.py", "import asyncio, anyio"),
+        ("cache/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from cbengine.scheduling import fifo"),
         ("outputs.py", "from cbengine.errors import CBEngineError"),
     ],
 )
