@@ -60,13 +60,19 @@ __all__ = [
     "StreamView",
     "Token",
     "TokenStream",
+    "UnsupportedFeatureError",
     "Usage",
     "__version__",
 ]
 
 __version__ = "0.1.0"
 
-for _name in __all__:
-    if _name != "__version__":
-        globals()[_name].__module__ = "cbengine"
-del _name
+
+def _make_public() -> None:
+    """Show the public names under the public module in reprs, tracebacks and docs."""
+    for name in __all__:
+        if name != "__version__":
+            globals()[name].__module__ = "cbengine"
+
+
+_make_public()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ class CompletionIterator:
     def __init__(self, prompts: Iterable[Prompt], start: Callable[[int, Prompt], TokenStream]) -> None:
         if isinstance(prompts, str):
             raise TypeError("a batch is a sequence of prompts, got one text; use stream() or generate() for it")
+        self._total = len(prompts) if isinstance(prompts, Sized) else None  # for a progress bar
         self._todo: Iterator[tuple[int, Prompt]] = iter(enumerate(prompts))
         self._next: tuple[int, Prompt] | None = next(self._todo, None)
         self._start = start
@@ -47,7 +48,7 @@ class CompletionIterator:
     async def gather(self, progress: bool = False, return_exceptions: bool = False) -> list[Any]:
         """All answers in the order of the prompts."""
         outcomes: dict[int, Completion | Exception] = {}
-        bar = _bar(progress)
+        bar = _bar(progress, self._total)
         try:
             while True:
                 try:
@@ -125,11 +126,11 @@ def _report(ref: weakref.ref[CompletionIterator], index: int) -> None:
         iterator._finished(index)
 
 
-def _bar(progress: bool) -> Callable[[int | None], object]:
-    """A progress bar: call with 1 for each answer, with None at the end."""
+def _bar(progress: bool, total: int | None) -> Callable[[int | None], object]:
+    """A progress bar: call with 1 for each answer, with None at the end. `total` is None where nobody knows it."""
     if not progress:
         return lambda step: None
     from tqdm.auto import tqdm
 
-    bar = tqdm(desc="generating", unit=" answers")
+    bar = tqdm(desc="generating", unit=" answers", total=total)
     return lambda step: bar.close() if step is None else bar.update(step)

@@ -84,8 +84,7 @@ class EngineConfig:
         if margin is not None:
             _check(_is_number(margin) and 0 <= margin <= 1, ValueError, "safety_margin", self, "in [0, 1]")
         _check(self.scheduler_type in SCHEDULERS, ValueError, "scheduler_type", self, f"one of {', '.join(SCHEDULERS)}")
-        async_batching = self.use_async_batching
-        _check(isinstance(async_batching, (bool, type(None))), TypeError, "use_async_batching", self, "a bool or None")
+        _check(self.use_async_batching in (True, False, None), TypeError, "use_async_batching", self, "a bool or None")
 
     def merged(self, overrides: Mapping[str, Any]) -> EngineConfig:
         """A copy with some fields replaced. Raises `TypeError` for a setting that does not exist."""
@@ -113,9 +112,10 @@ def _check(ok: bool, error: type[Exception], name: str, config: EngineConfig, al
 
 
 def _integer(config: EngineConfig, name: str, low: int, *, optional: bool = False) -> None:
-    value = getattr(config, name)
+    value: object = getattr(config, name)
     if value is None and optional:
         return
     kind = "an integer or None" if optional else "an integer"
-    _check(isinstance(value, int) and not isinstance(value, bool), TypeError, name, config, kind)
-    _check(value >= low, ValueError, name, config, f"at least {low}")
+    integer = value if isinstance(value, int) and not isinstance(value, bool) else None
+    _check(integer is not None, TypeError, name, config, kind)
+    _check(integer is not None and integer >= low, ValueError, name, config, f"at least {low}")

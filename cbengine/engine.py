@@ -5,24 +5,23 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import anyio
-import anyio.to_thread
 
 from cbengine.batching import CompletionIterator
 from cbengine.bridge.buffer import StreamBuffer
 from cbengine.bridge.inbox import Cancel, Pause, Resume, Stop, Submit
-from cbengine.bridge.ports import LoopPort, Ports
+from cbengine.bridge.ports import Ports
 from cbengine.bridge.reply import Reply
 from cbengine.cache.sizing import MemoryPlan
 from cbengine.config import EngineConfig
 from cbengine.devices.choose import make_device
-from cbengine.errors import EngineDeadError, EngineError, EngineNotStartedError, EngineStoppedError, UnsupportedFeatureError
+from cbengine.errors import EngineError, EngineNotStartedError, EngineStoppedError, UnsupportedFeatureError
 from cbengine.execution.noise import derive_seed
 from cbengine.execution.worker import Loaded, Worker, WorkerState, dead_error
 from cbengine.loading import load
@@ -191,7 +190,7 @@ class AsyncEngine:
             worker.inbox.put(Resume())
 
     @asynccontextmanager
-    async def paused(self) -> AsyncIterator[None]:
+    async def paused(self) -> AsyncGenerator[None]:
         """`async with engine.paused():` nothing is generated inside."""
         await self.pause()
         try:

@@ -10,7 +10,6 @@ import numpy as np
 
 from cbengine.bridge.inbox import Tokenized
 from cbengine.errors import (
-    DuplicateRequestError,
     EmptyPromptError,
     InvalidRequestError,
     PromptTooLongError,
@@ -78,7 +77,8 @@ class PromptReader:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise UnsupportedFeatureError(
-                    "this engine has no tokenizer: pass token ids, or make the engine with `tokenizer=`", request_id=label
+                    "this engine has no tokenizer: pass token ids, or make the engine with `tokenizer=`",
+                    request_id=label,
                 )
             if not prompt:
                 raise EmptyPromptError("the prompt is empty; it needs at least one character", request_id=label)

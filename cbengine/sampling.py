@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from cbengine.errors import InvalidRequestError
 
-_MAX_SEED = 2**64
+_MAX_SEED = 2**64 - 1
+# Numbers beyond these say no more than these do (no vocabulary, answer or temperature gets there), and are stored as
+# them: the engine keeps parameters in arrays of int32, int64 and float32.
+_MAX_INT = 2**31 - 1
+_MAX_FLOAT = 3.4e38
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,26 +49,24 @@ class SamplingParams:
     """Go on past the model's end-of-sequence tokens. `stop_token_ids` still end the answer."""
 
     def __post_init__(self) -> None:
-        _integer("max_new_tokens", self.max_new_tokens, low=1, optional=True)
-        _integer("min_new_tokens", self.min_new_tokens, low=0)
+        put = partial(object.__setattr__, self)
+        put("max_new_tokens", _integer("max_new_tokens", self.max_new_tokens, low=1, optional=True))
+        put("min_new_tokens", _integer("min_new_tokens", self.min_new_tokens))
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise InvalidRequestError(
                 f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}; "
                 "lower the first or raise the second"
             )
-        _number("temperature", self.temperature, 0.0, None)
-        _integer("top_k", self.top_k, low=0, optional=True)
-        _number("top_p", self.top_p, 0.0, 1.0)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _integer("seed", self.seed, low=0, high=_MAX_SEED - 1, optional=True)
-        if isinstance(self.stop_token_ids, (str, bytes)) or not isinstance(self.stop_token_ids, Iterable):
-            raise InvalidRequestError(f"stop_token_ids must be token ids, got {self.stop_token_ids!r}")
-        ids = tuple(self.stop_token_ids)
-        for i in ids:
-            _integer("stop_token_ids", i, low=0)
-        object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in ids))
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequestError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        put("min_new_tokens", min(self.min_new_tokens, _MAX_INT))
+        put("temperature", _number("temperature", self.temperature, high=None))
+        put("top_k", _integer("top_k", self.top_k, optional=True))
+        if self.top_k is not None:
+            put("top_k", min(self.top_k, _MAX_INT))
+        put("top_p", _number("top_p", self.top_p, high=1.0))
+        put("min_p", _number("min_p", self.min_p, high=1.0))
+        put("seed", _integer("seed", self.seed, high=_MAX_SEED, optional=True))
+        put("stop_token_ids", _token_ids(self.stop_token_ids))
+        _flag("ignore_eos", self.ignore_eos)
 
     def merged(self, **overrides: Any) -> SamplingParams:
         """A copy with some fields replaced. Raises `InvalidRequestError` for a field that does not exist."""
@@ -80,7 +84,8 @@ class SamplingParams:
         values: dict[str, Any] = {}
         for name, fallback in _FALLBACKS.items():
             if getattr(self, name) is None:
-                values[name] = defaults.get(name, fallback)
+                default = defaults.get(name)
+                values[name] = fallback if default is None else default
         if self.max_new_tokens is None and defaults.get("max_new_tokens") is not None:
             values["max_new_tokens"] = max(defaults["max_new_tokens"], self.min_new_tokens)
         return replace(self, **values) if values else self
@@ -90,26 +95,49 @@ _NAMES = {f.name for f in fields(SamplingParams)}
 _FALLBACKS: dict[str, float | int] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
-def _integer(name: str, value: object, *, low: int, high: int | None = None, optional: bool = False) -> None:
+def _integer(name: str, value: object, *, low: int = 0, high: int | None = None, optional: bool = False) -> int | None:
+    """`value` as an int in [low, high]. Raises `InvalidRequestError`."""
     if value is None and optional:
-        return
-    # Anything with __index__ (numpy integers) counts as an integer; a bool does not.
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return None
+    # Whatever Python would index a list with (numpy's integers too) is an integer; a bool does not count as one.
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None:
         raise InvalidRequestError(f"{name} must be an integer{' or None' if optional else ''}, got {value!r}")
-    if int(value) < low or (high is not None and int(value) > high):  # type: ignore[call-overload]
+    if number < low or (high is not None and number > high):
         allowed = f"at least {low}" if high is None else f"from {low} to {high}"
         raise InvalidRequestError(f"{name} must be {allowed}, got {value!r}")
+    return number
 
 
-def _number(name: str, value: object, low: float, high: float | None) -> None:
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{name} must be True or False, got {value!r}")
+
+
+def _token_ids(value: object) -> tuple[int | None, ...]:
+    """`value` as token ids. Raises `InvalidRequestError`."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise InvalidRequestError(f"stop_token_ids must be a sequence of token ids, got {value!r}")
+    return tuple(_integer("every one of stop_token_ids", i) for i in cast(Iterable[object], value))
+
+
+def _number(name: str, value: object, *, high: float | None) -> float | None:
+    """`value` as a finite float in [0, high], None as it is. Raises `InvalidRequestError`."""
     if value is None:
-        return
+        return None
     try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise InvalidRequestError(f"{name} must be a number or None, got {value!r}") from None
-    if isinstance(value, (bool, str)):
+        # Text is no number, though float() would read it.
+        number = None if isinstance(value, (bool, str, bytes, bytearray)) else float(value)  # type: ignore[arg-type]
+    except OverflowError:  # an int beyond all floats
+        number = math.inf
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
+        number = None
+    if number is None:
         raise InvalidRequestError(f"{name} must be a number or None, got {value!r}")
-    if not math.isfinite(number) or number < low or (high is not None and number > high):
-        allowed = f"at least {low}" if high is None else f"from {low} to {high}"
+    if not math.isfinite(number) or number < 0.0 or (high is not None and number > high):
+        allowed = "of at least 0" if high is None else f"from 0 to {high:g}"
         raise InvalidRequestError(f"{name} must be a finite number {allowed}, got {value!r}")
+    return min(number, _MAX_FLOAT)

@@ -52,6 +52,7 @@ class TokenStream:
                 "in `await stream.result()`",
                 request_id=self.request_id,
             )
+        self._check_loop()
         return self
 
     async def __anext__(self) -> Token:
@@ -79,7 +80,8 @@ class TokenStream:
     def _claim(self) -> None:
         if self._reading:
             raise StreamConsumedError(
-                f"stream {self.request_id!r} is being read by another task; one reader at a time", request_id=self.request_id
+                f"stream {self.request_id!r} is being read by another task; one reader at a time",
+                request_id=self.request_id,
             )
         self._check_loop()
         self._reading = True
@@ -157,7 +159,9 @@ class TokenStream:
             raise buffer.error
         reason = self.finish_reason
         if reason is None:
-            raise StreamError(f"stream {self.request_id!r} has not ended yet; await result()", request_id=self.request_id)
+            raise StreamError(
+                f"stream {self.request_id!r} has not ended yet; await result()", request_id=self.request_id
+            )
         return Completion(
             request_id=buffer.request_id,
             text=self.text_so_far,
@@ -186,11 +190,16 @@ class TokenStream:
                 self._buffer.port.post(self._buffer.wake)
 
     async def aclose(self) -> None:
-        """End the work, and wait (shielded from cancellation, ten seconds at most) until the engine has let go of it."""
+        """End the work, and wait (shielded from cancellation, ten seconds at most) until the engine has let go of it.
+
+        Raises:
+            StreamError: this is another loop than the stream's. The work is ended all the same.
+        """
         self._closed = True
         if self._buffer.reason is not None:
             return
         self.cancel()
+        self._check_loop()
         with anyio.move_on_after(_CLOSE_TIMEOUT, shield=True):
             while self._buffer.reason is None and not self._buffer.port.closed:
                 await self._buffer.changed()

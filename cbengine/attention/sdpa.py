@@ -154,7 +154,8 @@ class SdpaBackend(AttentionBackend):
             lengths = np.minimum(lengths, window)
         kv_bytes = 2 * layer.key.shape[2] * layer.key.shape[3] * layer.key.element_size()
         decodes = [
-            self._decode_group(seqs, lengths[seqs], query) for seqs in group_by_length(lengths, _GROUP_BYTES // kv_bytes)
+            self._decode_group(seqs, lengths[seqs], query)
+            for seqs in group_by_length(lengths, _GROUP_BYTES // kv_bytes)
         ]
         chunks = []
         for seq in range(decoding, len(self._contexts)):
@@ -174,9 +175,7 @@ class SdpaBackend(AttentionBackend):
             return _Decodes(slice(int(seqs[0]), int(seqs[-1]) + 1), gather, mask)
         return _Decodes(torch.from_numpy(seqs).to(query.device), gather, mask)
 
-    def _chunk(
-        self, seq: int, query: torch.Tensor, window: int | None, by_math: bool
-    ) -> tuple[_Gather, list[_Piece]]:
+    def _chunk(self, seq: int, query: torch.Tensor, window: int | None, by_math: bool) -> tuple[_Gather, list[_Piece]]:
         """One prompt's tokens of this step: whole with torch's causal mask, or in pieces with a mask of ours."""
         first, last, context = int(self._starts[seq]), int(self._starts[seq + 1]), int(self._contexts[seq])
         position = context - (last - first)  # of the first query token

@@ -104,6 +104,14 @@ class _TrioPort(LoopPort):
         return _EventWaiter()
 
 
+def _running_loop() -> object:
+    """The loop of this thread. Raises `RuntimeError` if none is running."""
+    try:
+        return current_token().native_token
+    except RuntimeError:
+        return asyncio.get_running_loop()  # in a callback, which runs in no task: anyio sees asyncio in tasks only
+
+
 class Ports:
     """The loops that one engine is used from."""
 
@@ -113,7 +121,7 @@ class Ports:
     def current(self) -> LoopPort:
         """The port of the loop that is running in this thread. Raises `StreamError` outside of one."""
         try:
-            token = current_token().native_token
+            token = _running_loop()
         except RuntimeError:
             raise StreamError(
                 "no event loop is running in this thread: streams are made and read inside a coroutine (asyncio or trio)"

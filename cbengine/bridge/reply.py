@@ -10,7 +10,7 @@ class Reply:
 
     def __init__(self, port: LoopPort) -> None:
         self._port = port
-        self._waiter: Waiter = port.waiter()
+        self._waiter: Waiter | None = None
         self._done = False
         self._error: BaseException | None = None
 
@@ -21,11 +21,13 @@ class Reply:
     def _complete(self, error: BaseException | None) -> None:
         if not self._done:
             self._done, self._error = True, error
-            self._waiter.wake()
+            if self._waiter is not None:
+                self._waiter.wake()
 
     async def wait(self) -> None:
-        """Wait for completion; raises the error that it was completed with."""
-        if not self._done:
+        """Wait for completion; raises the error that it was completed with. After a cancelled wait, wait again."""
+        while not self._done:
+            self._waiter = self._port.waiter()
             await self._waiter.wait()
         if self._error is not None:
             raise self._error

@@ -16,13 +16,13 @@ from typing import Any
 with contextlib.suppress(ImportError):
     import readline as readline  # gives input() line editing and history
 
-from cbengine.engine import AsyncEngine
-from cbengine.stream import TokenStream
 from rich.console import Console
 
 from cbengine.cli.failures import CommandError
 from cbengine.cli.options import make_engine, sampling_options
+from cbengine.engine import AsyncEngine
 from cbengine.errors import CBEngineError, EngineError
+from cbengine.stream import TokenStream
 
 HELP = "Ctrl-C stops an answer, a second one leaves. /reset forgets the conversation, /exit leaves."
 
@@ -33,9 +33,9 @@ def run(args: argparse.Namespace) -> None:
     engine = make_engine(args)
     with asyncio.Runner() as runner:
         try:
-            with console.status(f"Loading {args.model} ..."):
-                runner.run(engine.start())
-            console.print(f"[bold]{args.model}[/bold]  [dim]{HELP}[/dim]", soft_wrap=True)
+            console.print(f"Loading {args.model} ...", style="dim", markup=False)
+            runner.run(engine.start())
+            console.print(HELP, style="dim")
             Chat(engine, runner, console, args.system, sampling_options(args)).loop()
         except (EngineError, OSError, ValueError) as error:
             raise CommandError(str(error)) from error
@@ -67,9 +67,9 @@ class Chat:
                 return
             if line == "/reset":
                 self._reset()
-                self.console.print("[dim]The conversation is forgotten.[/dim]")
+                self.console.print("The conversation is forgotten.", style="dim")
             elif line.startswith("/"):
-                self.console.print(f"[dim]{HELP}[/dim]")
+                self.console.print(HELP, style="dim")
             elif line:
                 self._turn(line)
 
@@ -83,12 +83,11 @@ class Chat:
         try:
             self.runner.run(self._answer(pieces))
         except KeyboardInterrupt:
-            self.console.print("\n[dim](stopped)[/dim]")
+            self.console.print("\n(stopped)", style="dim")
         except EngineError:
             raise
         except CBEngineError as error:
-            self.console.print(f"\n[red]{type(error).__name__}:[/red] ", end="")
-            self.console.print(str(error), style="red", markup=False)
+            self.console.print(f"\n{type(error).__name__}: {error}", style="red", markup=False)
         if pieces:
             self.messages.append({"role": "assistant", "content": "".join(pieces)})
         else:

@@ -9,17 +9,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from cbengine.engine import AsyncEngine
-
 from cbengine.cli.answers import Answer, View, totals
 from cbengine.cli.failures import CommandError, require_rich
 from cbengine.cli.lines import Lines
 from cbengine.cli.options import make_engine, sampling_options
+from cbengine.engine import AsyncEngine
 from cbengine.errors import CBEngineError
 
 PROMPTS = (
-    "Why is the sky blue?",
-    "Write a short poem about the sea.",
+    "What is the capital of France, and what is it known for?",
+    "Explain what rain is to a child.",
     "Give me three tips for a good night's sleep.",
 )
 

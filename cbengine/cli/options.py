@@ -6,9 +6,8 @@ import argparse
 import ast
 from typing import Any
 
-from cbengine.engine import AsyncEngine
-
 from cbengine.cli.failures import CommandError
+from cbengine.engine import AsyncEngine
 
 _SAMPLING = {
     "max_new_tokens": (int, "N", "most tokens of an answer (default %(default)s)"),

@@ -1,4 +1,4 @@
-"""What the devices share whose memory is the host's own: plain buffers, free RAM, and the fault that ended the device."""
+"""What the devices share whose memory is the host's own: plain buffers, free RAM, the fault that ended the device."""
 
 from __future__ import annotations
 

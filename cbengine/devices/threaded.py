@@ -38,15 +38,16 @@ class _SwitchInterval:
             self._users += 1
             if self._users == 1:
                 self._before = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._before, _SWITCH_INTERVAL))
-                self._ours = sys.getswitchinterval()  # rounded by the interpreter
+                if self._before > _SWITCH_INTERVAL:
+                    sys.setswitchinterval(_SWITCH_INTERVAL)
+                self._ours = sys.getswitchinterval()  # in whole microseconds, so not quite what was set
 
     def release(self) -> None:
         with self._lock:
             self._users -= 1
             # If somebody else has set another value since, it is theirs to keep.
-            if self._users == 0 and sys.getswitchinterval() == self._ours:
-                sys.setswitchinterval(self._before)
+            if self._users == 0 and sys.getswitchinterval() == self._ours != self._before:
+                sys.setswitchinterval(self._before + 5e-7)  # the interpreter cuts off fractions of a microsecond
 
 
 _switch_interval = _SwitchInterval()

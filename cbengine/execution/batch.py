@@ -116,8 +116,12 @@ class BatchFiller:
             # The draw for the n-th token of an answer depends on the seed and n alone: not on the batch, not on where
             # the prompt was split, not on preemptions (E2).
             slot.floats(layout, "uniform")[:] = uniforms(table.seed[rows], ends - table.prompt_len[rows])
-            on = (top_k > 0, top_p < 1, min_p > 0)
-            flags = (True, *(bool((used & random).any()) for used in on))
+            flags = (
+                True,
+                bool(((top_k > 0) & random).any()),
+                bool(((top_p < 1) & random).any()),
+                bool(((min_p > 0) & random).any()),
+            )
         else:
             slot.floats(layout, "uniform")[:] = 0
         return flags

@@ -1,13 +1,13 @@
 """Commit: what a finished step means for its requests. Engine thread only.
 
-    I4 Speculated tokens (after an end that was not known at launch) are dropped here, nowhere else: never emitted, hashed
-       or counted.
+I4 Speculated tokens (after an end that was not known at launch) are dropped here, nowhere else: never emitted, hashed
+   or counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from cbengine.scheduling.rows import DEAD, RowTable
 class TokenSink(Protocol):
     """Where tokens go (the outbox)."""
 
-    def token(self, reader: object, token_id: int, text: str) -> None: ...
+    def token(self, reader: Any, token_id: int, text: str) -> None: ...
 
 
 class Committer:

@@ -242,7 +242,6 @@ class StepLoop:
         for request in [r for r in self.parts.requests.values() if r.reader.port is port]:
             self.end(request, RequestStatus.CANCELLED, FinishReason.CANCELLED)
 
-
     def refuse_rest(self) -> None:
         """The loop has stopped and nobody else gets in: what is still in the inbox gets its answer."""
         self._stopping = True

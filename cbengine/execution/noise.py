@@ -5,11 +5,12 @@ that position alone, so it is the same alone, in a crowd, after a preemption or 
 is read or moved. Host code: numpy and plain integers, any thread.
 
 The hash is the output function of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators",
-OOPSLA 2014) with Stafford's "variant 13" multipliers, used twice: once over the seed, which scatters neighbouring seeds
-over all of the 64-bit state, and once over that state plus a multiple of the golden ratio for the position, which is
-SplitMix64's own sequence started there. SplitMix64 passes BigCrush, each of the two steps is a bijection of 64 bits, and one
-number a token is drawn, so a stream uses a few thousand of the 2**64 states: two requests would have to start within that
-distance of each other to share numbers. It is no cryptographic generator: whoever knows the seed knows the draws.
+OOPSLA 2014, with Stafford's "variant 13" multipliers), used twice: over the seed, which scatters neighbouring seeds
+over all 64-bit states, and over that state plus the position times the golden ratio, which is SplitMix64's own sequence
+started there. Why it is good enough: SplitMix64 passes BigCrush, both steps are bijections of 64 bits (so positions of
+one seed never repeat a state), and a request takes one number a token, a few thousand of 2**64 states: two requests
+would have to start within that distance of each other to share numbers. It is not a cryptographic generator: whoever
+knows the seed knows the draws.
 """
 
 from __future__ import annotations
@@ -40,11 +41,13 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """The seed of sibling `index` of a request with this seed, in [0, 2**64). Sibling 0 keeps the request's own seed,
-    so it says what the same request with `n=1` says. Siblings of one request never share a seed by construction, but
-    for number 0, which meets another with a chance of 2**-64."""
+    """The seed of sibling `index` (from 0) of whatever has this seed: an int in [0, 2**64).
+
+    Sibling 0 keeps the seed itself, so that the first of n answers is the answer that n=1 gives. The others differ from
+    each other by construction, and from the seed but for a chance of 2**-64.
+    """
     if index == 0:
-        return seed
+        return seed & _MASK
     return _mix(_mix(seed ^ _SIBLING) + index * _SIBLING)
 
 

@@ -8,18 +8,19 @@ one draw from what is left, by inverting its cumulative distribution at the row'
 
 What makes a row's token independent of its neighbours, bit by bit:
 
-* Probabilities are kept as unnormalised weights `exp(score - best score)`, rounded to multiples of a power of two that is
-  coarse enough for every sum over a row to be exact in float64 (`_weigh`). Exact sums don't depend on the order in which
-  they are made, hence not on the batch's shape, on the number of threads or on which of two algorithms made them.
+* Probabilities are kept as unnormalised weights `exp(score - best score)`, rounded to multiples of a power of two that
+  is coarse enough for every sum over a row to be exact in float64 (`_weigh`). Exact sums don't depend on the order in
+  which they are made, hence not on the batch's shape, the number of threads or which of two algorithms made them.
 * Everything else is comparison and elementwise arithmetic, the same for an element wherever it stands.
 
 There is no sort of the vocabulary. top_k and top_p keep all tokens above one score, and so many of those at it: a
 *boundary* (score, count). On a CPU it is read off the `_CANDIDATES` best tokens, and only rows for which these don't
-suffice are searched (`_search`: three counting passes, exact). On other devices every row is searched, because looking
+suffice are searched (`_search`: three summing passes, exact). On other devices every row is searched, because looking
 at the outcome would make the host wait for the device: there, nothing in this file does.
 
-Rows without a distribution (a NaN or +inf among the logits, or nothing but -inf) get the token that `torch.argmax` would
-give, which counts a NaN as the largest: a meaningless token, but one in [0, V), and no other row notices.
+Rows without a distribution (a NaN or +inf among the logits, or nothing but -inf) get the token that `torch.argmax`
+would give, which counts a NaN as the largest: meaningless, but in [0, V), and no other row notices. A NaN whose token
+is banned is no NaN any more.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ from cbengine.execution.inputs import SamplingInputs
 
 _CANDIDATES = 256
 _BLOCK = 512  # two-level searches in a row go by blocks of so many tokens
+_DIGITS = 1 << 11  # values of the largest digit in `_search`, which makes a table of them for each row
 _CHUNK = 1 << 20  # elements that are processed at a time on a CPU: temporaries stay in its cache
 _MAX_UNIFORM = 1.0 - 2.0**-24  # the largest float32 below 1
 # A set whose mass misses top_p by less than this has reached it: top_p itself is known to half a float32 step only.
 _P_SLACK = 2.0**-24
+_MIN_P = 1e-18  # what top_p = 0 amounts to: any token reaches it, and no empty set does
 # A temperature below this is treated as this one (the limit towards 0 is reached long before), so that no finite logit
 # overflows when divided by it.
 _MIN_TEMPERATURE = 1e-30
@@ -76,8 +79,10 @@ def sample(logits: Tensor, s: SamplingInputs) -> Tensor:
 
 @torch.no_grad()
 def distribution(logits: Tensor, s: SamplingInputs) -> Tensor:
-    """What `sample` draws from: float64 [N, V], rows sum to 1. Greedy rows, and rows without a distribution, have all of
-    it on the token that `sample` returns. Arguments as for `sample`; `s.uniform` is not looked at."""
+    """What `sample` draws from: float64 [N, V], rows sum to 1; arguments as there, `s.uniform` is not looked at.
+
+    Greedy rows, and rows without a distribution, have all of it on the token that `sample` returns.
+    """
     out = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
     for rows, part in _chunks(logits, s):
         scores = _scores(logits[rows], part)
@@ -91,10 +96,15 @@ def distribution(logits: Tensor, s: SamplingInputs) -> Tensor:
     return out
 
 
+def _host_may_look(tensor: Tensor) -> bool:
+    """Whether Python may branch on values: on a CPU they are there, elsewhere it would wait for the device."""
+    return tensor.device.type == "cpu"
+
+
 def _chunks(logits: Tensor, s: SamplingInputs) -> Iterator[tuple[slice, SamplingInputs]]:
     """Cuts a batch into runs of rows whose temporaries fit a CPU's cache; other devices take it whole."""
     total, vocab = logits.shape
-    size = max(1, _CHUNK // vocab) if logits.device.type == "cpu" else total
+    size = max(1, _CHUNK // max(vocab, _DIGITS)) if _host_may_look(logits) else total
     if size >= total:
         yield slice(0, total), s
         return
@@ -117,7 +127,7 @@ def _chunks(logits: Tensor, s: SamplingInputs) -> Iterator[tuple[slice, Sampling
 def _scores(logits: Tensor, s: SamplingInputs) -> Tensor:
     """Logits as the filters see them: float32 [n, V], new. Bans first, then the temperature (greedy rows: 1).
 
-    Sources: MinNewTokensLengthLogitsProcessor (-inf), TemperatureLogitsWarper (a float32 division; `generate` also turns
+    Sources: MinNewTokensLengthLogitsProcessor (-inf), TemperatureLogitsWarper (a float32 division; `generate` too turns
     logits of any dtype into float32 before it processes them).
     """
     n, vocab = logits.shape
@@ -142,7 +152,7 @@ def _weigh(scores: Tensor, best: Tensor, s: SamplingInputs) -> Tensor:
     over a row is a multiple of it below 2**b, so it fits the 53 bits of a float64 and is exact in whatever order. The
     rounding moves no probability by more than 2**(b - 53), 3e-11 for a vocabulary of 150,000.
 
-    min_p is MinPLogitsWarper: tokens less likely than `min_p` times the most likely one go. It looks at the ratio of two
+    min_p is MinPLogitsWarper: tokens less likely than `min_p` times the most likely one go. That is a ratio of two
     probabilities, which top_k and top_p leave as it was, so it needs no sum over what they kept.
     """
     n, vocab = scores.shape
@@ -184,8 +194,8 @@ def _boundaries(scores: Tensor, weights: Tensor, s: SamplingInputs) -> tuple[Ten
     random = s.temperature > 0
     # k = V and p = inf mean "off" from here on.
     k = torch.where(random & (s.top_k > 0), s.top_k, vocab).long().clamp(max=vocab)
-    p = torch.where(random & (s.top_p < 1), (s.top_p.double() - _P_SLACK).clamp(min=0.0), math.inf)
-    if scores.device.type != "cpu":
+    p = torch.where(random & (s.top_p < 1), (s.top_p.double() - _P_SLACK).clamp(min=_MIN_P), math.inf)
+    if not _host_may_look(scores):
         return _search_boundaries(scores, weights, k, p, s)
     boundary, count, known = _candidate_boundaries(scores, weights, k, p)
     rest = (~known).nonzero()[:, 0]
@@ -281,7 +291,7 @@ def _search(scores: Tensor, weights: Tensor, target: Tensor) -> tuple[Tensor, Te
 
 def _drop_ties(scores: Tensor, weights: Tensor, boundary: Tensor, count: Tensor) -> None:
     """Take the weight from the tokens at the boundary that are not among the `count` with the highest ids."""
-    if scores.device.type == "cpu":  # rows with such tokens are few where logits are float32
+    if _host_may_look(scores):  # rows with such tokens are few where logits are float32
         rows = count.isfinite().nonzero()[:, 0]
         if not len(rows):
             return
@@ -305,8 +315,8 @@ def _drop_ties_in(scores: Tensor, weights: Tensor, boundary: Tensor, count: Tens
 def _locate(weights: Tensor, target: Tensor) -> Tensor:
     """The first token of each row up to which the weights sum to more than `target`: int64 [n].
 
-    `weights` is float64 [n, whole blocks] with exact sums, `target` float64 [n] below the row's sum: then the token found
-    has a weight above 0. First the block, then the token in it, so that no cumulative sum over a row is stored.
+    `weights` is float64 [n, whole blocks] with exact sums, `target` float64 [n] below the row's sum: then the token
+    found has a weight above 0. First the block, then the token in it: no cumulative sum over a whole row is stored.
     """
     n = len(weights)
     blocks = weights.view(n, -1, _BLOCK)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cbengine.bridge.inbox import Command, Inbox, Stop
+from cbengine.cache.sizing import MemoryPlan
 from cbengine.config import EngineConfig
 from cbengine.devices.base import Device
 from cbengine.errors import EngineDeadError, EngineError
@@ -22,7 +23,6 @@ from cbengine.execution.build import Built, build
 from cbengine.execution.loop import stopped_error
 from cbengine.execution.pipeline import Sampler
 from cbengine.execution.sampler import sample
-from cbengine.cache.sizing import MemoryPlan
 from cbengine.models.base import ModelRunner
 from cbengine.observe.counters import EngineStats
 from cbengine.observe.health import snapshot
@@ -221,7 +221,8 @@ class Worker:
 def dead_error(label: str, cause: BaseException | None) -> EngineDeadError:
     what = f"request {label!r} cannot be served: " if label else ""
     error = EngineDeadError(
-        f"{what}the engine died of {type(cause).__name__}: {cause}; start() may be tried again", request_id=label or None
+        f"{what}the engine died of {type(cause).__name__}: {cause}; start() may be tried again",
+        request_id=label or None,
     )
     error.__cause__ = cause
     return error

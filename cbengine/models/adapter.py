@@ -15,8 +15,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -26,11 +27,9 @@ from transformers.masking_utils import sdpa_mask
 from cbengine.attention import AttentionBackend, LayerKV, choose
 from cbengine.attention.eager import attention_math
 from cbengine.errors import UnsupportedFeatureError
+from cbengine.execution.inputs import SamplingInputs, StepInputs
 from cbengine.models.base import ModelSpec
 from cbengine.models.spec import spec_from_config, text_config
-
-if TYPE_CHECKING:
-    from cbengine.execution.inputs import StepInputs
 
 IMPLEMENTATION = "cbengine"
 """Our name in transformers' registry of attention functions."""
@@ -90,7 +89,7 @@ class TransformersRunner:
     """Chosen here, so that its `page_size_multiple` is known before the cache is made."""
 
     def __init__(self, model: PreTrainedModel, *, name: str | None = None, attention: str | None = None) -> None:
-        name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+        name = str(name or getattr(model.config, "_name_or_path", "") or type(model).__name__)
         self.model = model
         self.spec = spec_from_config(
             model.config,
@@ -106,10 +105,11 @@ class TransformersRunner:
         self._page_size = 0
 
     def bind(self, kv: list[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
-        """Take the model over. See `ModelRunner.bind`.
+        """Take the model over, and try it with one padded token. See `ModelRunner.bind`.
 
         Raises:
-            UnsupportedFeatureError: the model object is being served by another engine.
+            UnsupportedFeatureError: the model object is being served by another engine, or its attention is not what its
+                config promised. The model is left as it was.
         """
         assert len(kv) == len(self._modules), (len(kv), len(self._modules))
         self.release()
@@ -134,6 +134,20 @@ class TransformersRunner:
             setattr(config, _INTERNAL, IMPLEMENTATION)
         for module in training:
             module.training = False
+        try:
+            self._probe()
+        except BaseException:
+            self.release()
+            raise
+
+    def _probe(self) -> None:
+        """One padded token through the model: how it attends shows only when it runs, and should show before a request."""
+        logits = self.forward(_padded_token(self.model.device))
+        if logits.ndim != 2 or logits.shape[0] != 1:
+            raise UnsupportedFeatureError(
+                f"{self.spec.name}: {type(self.model).__name__} gave logits of shape {tuple(logits.shape)} for one sampled "
+                "token; language models with a head, whose logits_to_keep takes positions, are supported"
+            )
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """See `ModelRunner.forward`. Compute stream's thread."""
@@ -176,6 +190,33 @@ class TransformersRunner:
         return list(distinct.values())
 
 
+def _padded_token(device: torch.device) -> StepInputs:
+    """A step of one token that belongs to no request: it is written to the cache's reserved block."""
+    zero = np.zeros(1, np.int32)
+    starts = np.array([0, 1], np.int32)
+    one, none = torch.zeros(1, device=device), torch.zeros(0, dtype=torch.int32, device=device)
+    ints = one.to(torch.int32)
+    return StepInputs(
+        num_tokens=1,
+        num_seqs=1,
+        num_decodes=1,
+        num_samples=1,
+        max_query_len=1,
+        max_context_len=0,
+        token_ids=ints,
+        positions=ints,
+        query_starts=torch.from_numpy(starts).to(device),
+        context_lens=ints,
+        block_tables=ints[None],
+        rows=ints,
+        sample_index=ints,
+        host_query_starts=starts,
+        host_context_lens=zero,
+        host_block_tables=zero[None],
+        sampling=SamplingInputs(one, ints, one, one, one, none, none, False, False, False, False),
+    )
+
+
 def _register() -> None:
     AttentionInterface.register(IMPLEMENTATION, _attention_function)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask_function)
@@ -204,11 +245,10 @@ def _attention_function(
 ) -> tuple[torch.Tensor, None]:
     """The attention interface of transformers: [B, heads, T, D] in, [B, T, heads, D] out. Any thread."""
     step: _Step | None = getattr(_running, "step", None)
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if step is None:
         return _ordinary_attention(
-            module, query, key, value, attention_mask, scaling, dropout, softcap=softcap, s_aux=s_aux, **kwargs
+            module, query, key, value, attention_mask, scale, dropout, softcap=softcap, s_aux=s_aux, **kwargs
         )
     layer: _Layer | None = vars(module).get(_LAYER)
     name = step.runner.spec.name
@@ -232,17 +272,15 @@ def _attention_function(
     backend = step.runner.attention
     _check_backend(backend, name, softcap, s_aux)
     backend.write(kv, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    out = backend.attend(
-        kv, query[0].transpose(0, 1), scale=scaling, window=layer.window, softcap=softcap, sinks=s_aux
-    )
+    out = backend.attend(kv, query[0].transpose(0, 1), scale=scale, window=layer.window, softcap=softcap, sinks=s_aux)
     return out[None], None
 
 
 def _check_backend(backend: AttentionBackend, name: str, softcap: float | None, sinks: torch.Tensor | None) -> None:
     if softcap is not None and not backend.supports_softcap:
-        raise UnsupportedFeatureError(f'{name} needs a soft cap, which attention={backend.name!r} has not; "sdpa" has it')
+        raise UnsupportedFeatureError(f'{name} needs a soft cap, which attention={backend.name!r} lacks; use "sdpa"')
     if sinks is not None and not backend.supports_sinks:
-        raise UnsupportedFeatureError(f'{name} needs sinks, which attention={backend.name!r} has not; "sdpa" has them')
+        raise UnsupportedFeatureError(f'{name} needs sinks, which attention={backend.name!r} lacks; use "sdpa"')
 
 
 def _mask_function(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -267,9 +305,7 @@ def _ordinary_attention(
 ) -> tuple[torch.Tensor, None]:
     """Somebody else's call of a model that is being served: transformers' SDPA, or the reference where SDPA cannot."""
     if softcap is None and s_aux is None:
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+        out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
         return out, None
     n, m = query.shape[2], key.shape[2]
     if mask is None:

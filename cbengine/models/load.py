@@ -73,7 +73,7 @@ def load(
     else:
         where = {"revision": revision, "trust_remote_code": trust_remote_code}
         network, tokenizer = _load_checkpoint(source, dtype, device, with_tokenizer, where, from_pretrained)
-    if "device_map" not in from_pretrained and network.device != device and device.type != "cpu":
+    if device.type != "cpu" and "device_map" not in from_pretrained:
         network.to(device)  # type: ignore[arg-type]
     return LoadedModel(TransformersRunner(network, name=source, attention=attention), tokenizer, source)
 
@@ -111,7 +111,7 @@ def _adopt(
     """Use a model of the caller's as it is."""
     given = sorted(key for key, value in options.items() if value is not None)
     if given:
-        raise InvalidRequestError(f"{', '.join(given)} cannot be applied to a model that is already built; load it with them")
+        raise InvalidRequestError(f"{', '.join(given)}: not for a model that is already built; load it with them")
     wanted = _dtype(dtype, device, True) if dtype is not None else "auto"
     if wanted not in ("auto", model.dtype):
         raise InvalidRequestError(

@@ -68,7 +68,8 @@ def text_config(config: PretrainedConfig, name: str) -> PretrainedConfig:
     missing = [attribute for attribute in needed if getattr(text, attribute, None) is None]
     if missing:
         raise UnsupportedFeatureError(
-            f"{name}: its config ({type(text).__name__}) does not describe a decoder, {', '.join(missing)} is missing; {_SERVED}"
+            f"{name}: its config ({type(text).__name__}) does not describe a decoder, {', '.join(missing)} is missing; "
+            f"{_SERVED}"
         )
     return text
 

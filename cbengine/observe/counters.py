@@ -49,7 +49,7 @@ class Counters:
         self.started = time.monotonic()
         self.steps = 0
         self.host_seconds = 0.0
-        self.ends = dict.fromkeys((RequestStatus.FINISHED, RequestStatus.CANCELLED, RequestStatus.FAILED), 0)
+        self.ends: dict[RequestStatus, int] = {status: 0 for status in RequestStatus if status.ended}
         self._samples: deque[tuple[float, int]] = deque([(self.started, 0)])
 
     def launched(self, host_seconds: float) -> None:

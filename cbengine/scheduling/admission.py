@@ -49,7 +49,9 @@ class Registry:
                     request_id=label,
                 )
             if self._max_requests and len(self._queued) >= self._max_requests:
-                raise self._full(f"{len(self._queued)} requests are waiting and max_queue_size is {self._max_requests}", label)
+                raise self._full(
+                    f"{len(self._queued)} requests are waiting and max_queue_size is {self._max_requests}", label
+                )
             # An empty queue takes a request of any size: a limit under one prompt's length must not refuse it for ever.
             if self._max_tokens and self._queued and self._tokens + tokens > self._max_tokens:
                 raise self._full(
@@ -98,4 +100,6 @@ class Registry:
         if len(self._left_at) > 1:
             span = time.monotonic() - self._left_at[0]
             retry_after = min(max(span / len(self._left_at), 0.01), 60.0)
-        return QueueFullError(f"{why}; try again in about {retry_after:.2f} s", retry_after=retry_after, request_id=label)
+        return QueueFullError(
+            f"{why}; try again in about {retry_after:.2f} s", retry_after=retry_after, request_id=label
+        )

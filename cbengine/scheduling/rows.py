@@ -17,6 +17,9 @@ FREE, RUNNING, LEAVING, DEAD = 0, 1, 2, 3
 """FREE: nobody's. RUNNING: scheduled. LEAVING: preempted, tokens of launched steps still count. DEAD: ended, they don't."""
 
 
+_INT32_MAX = 2**31 - 1
+
+
 class RowTable:
     """`capacity` rows, each holding up to `max_len` tokens.
 
@@ -24,9 +27,7 @@ class RowTable:
     hears of every row that gets an owner (see `CacheManager`).
     """
 
-    def __init__(
-        self, capacity: int, max_len: int, on_assign: Callable[[str, list[int]], None] | None = None
-    ) -> None:
+    def __init__(self, capacity: int, max_len: int, on_assign: Callable[[str, list[int]], None] | None = None) -> None:
         self.capacity = capacity
         self.max_len = max_len
         self._on_assign = on_assign
@@ -86,7 +87,7 @@ class RowTable:
         self.own_stops[row] = bool(request.stop_ids)
         self.seed[row] = request.seed
         self.temperature[row] = params.temperature
-        self.top_k[row] = params.top_k
+        self.top_k[row] = min(params.top_k or 0, _INT32_MAX)
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         return row

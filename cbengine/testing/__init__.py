@@ -24,8 +24,8 @@ A slow model, and one that breaks:
 Its text is made by `FakeTokenizer`, one character a token. `FakeModel(free=True)` costs nothing at all, for measuring
 everything around it.
 
-`SimDevice` is a device that runs its streams in a seeded legal order and raises `RaceError` where two operations are not
-ordered, and `SimDeadlock` where the host waits for ever. It is for those who change the engine or write a device.
+`SimDevice` is a device that runs its streams in a seeded legal order and raises `RaceError` where two operations are
+not ordered, and `SimDeadlock` where the host waits for ever. It is for those who change the engine or write a device.
 """
 
 from __future__ import annotations

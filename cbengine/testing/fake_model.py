@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 _NUM_LAYERS = 2
 _EXACT = 2**24  # float32 holds every integer up to here
 
-# An entry of the cache weighs (w * w) mod prime, where w is the weighted sum of what K and V of every layer hold there and
-# of the place in the context where it was found. All of it stays below 2**63.
+# An entry of the cache weighs w**4 mod prime, where w is the weighted sum of what K and V of every layer hold there and
+# of the place in the context where it was found. (With w**2 the same swap would weigh the same at every place.) All of
+# it stays below 2**63.
 _PRIME = 2**31 - 1
 _WEIGHTS = (  # [layer][K or V][2]
     ((1_203_117_911, 385_281_523), (972_663_749, 911_382_323)),
@@ -34,9 +35,9 @@ class FakeModel:
     """A deterministic toy language model for tests: no weights, and `reference` says what it answers.
 
     The next token is a hash of every token of the sequence, read back from the pages of the cache through the block
-    tables: K and V of both layers hold token id and position. A page that is mixed up, overwritten, given back too early
-    or written too late changes the tokens that follow. The best token's logit is 8, three runners-up have 7, 6.5 and 6,
-    so sampling with a temperature makes sense too.
+    tables: K and V of both layers hold token id and position. A page that is mixed up, overwritten, given back too
+    early or written too late changes the tokens that follow. The best token's logit is 8, three runners-up have 7, 6.5
+    and 6, so sampling with a temperature makes sense too.
 
     Args:
         vocab_size: at least 8.
@@ -136,10 +137,10 @@ class FakeModel:
     ) -> list[int]:
         """The greedy answer to a prompt, in plain Python: the stop or end-of-sequence token that ends it is its last.
 
-        It has at most `max_new_tokens` tokens, and no more than `max_model_len` leaves room for. The parameters mean what
-        they mean in `SamplingParams`.
+        It has at most `max_new_tokens` tokens, and no more than `max_model_len` leaves room for. The parameters mean
+        what they mean in `SamplingParams`.
         """
-        ends = set(stop_token_ids) | (set() if ignore_eos else set(self.spec.eos_token_ids))
+        ends = {*stop_token_ids, *(() if ignore_eos else self.spec.eos_token_ids)}
         total = sum(_weight(token, place) for place, token in enumerate(prompt_ids))
         length = len(prompt_ids)
         answer: list[int] = []
@@ -176,7 +177,7 @@ class FakeModel:
             v[blocks, offsets] = shifted.flip(-1)
 
     def _hash(self, tables: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Read `lengths` [N] entries through `tables` [N, W]; returns the hash of each context, int64 [N] below prime."""
+        """Read `lengths` [N] entries through `tables` [N, W]; the hash of each context, int64 [N] below the prime."""
         places = torch.arange(tables.shape[1] * self._page_size)
         mixed = places * _PLACE_WEIGHT
         for cache, weights in zip(self._kv, self._weights, strict=True):
@@ -184,6 +185,7 @@ class FakeModel:
                 entries = part[tables].reshape(len(tables), len(places), 2).long()
                 mixed = mixed + (entries * weight).sum(-1)
         mixed = mixed % _PRIME
+        mixed = mixed * mixed % _PRIME
         total = (mixed * mixed % _PRIME * (places < lengths.unsqueeze(1))).sum(-1) % _PRIME
         mixed = (total + lengths * _LENGTH_WEIGHT) % _PRIME
         return mixed * mixed % _PRIME
@@ -211,5 +213,4 @@ def _weight(token: int, place: int) -> int:
     mixed = place * _PLACE_WEIGHT
     for layer, ((k0, k1), (v0, v1)) in enumerate(_WEIGHTS):
         mixed += (token + layer) * (k0 + v1) + (place + layer) * (k1 + v0)
-    mixed %= _PRIME
-    return mixed * mixed % _PRIME
+    return pow(mixed, 4, _PRIME)

@@ -13,12 +13,13 @@ class FakeTokenizer:
     """One character per id and one id per character, so texts and ids can be compared by eye.
 
     Id 1 is the line feed, 2 to 96 are the printable ASCII characters in their order, 97 and up are the characters from
-    U+00A1 on. A character that has no id is encoded as that of some other one, always the same. Ids in `special_ids` have
-    no text, and no text is encoded as them. May be used by several threads at a time: it never changes.
+    U+00A1 on. A character that has no id is encoded as that of some other one, always the same. Id 0 and those in
+    `special_ids` have no text, and no text is encoded as them. May be used by several threads at a time: it never
+    changes.
 
     Args:
         vocab_size: number of ids, at least 3.
-        special_ids: ids without text, such as the end of the sequence. At least one id must be left.
+        special_ids: ids without text, such as the end of the sequence. At least one other id must be left.
     """
 
     def __init__(self, vocab_size: int = 97, special_ids: Sequence[int] = (0,)) -> None:

@@ -1,8 +1,8 @@
 """Happens-before by vector clocks: finds two accesses that nothing orders, whatever order they happened to run in.
 
-The idea is that of FastTrack (Flanagan and Freund, PLDI 2009): a resource remembers the time of its last write and of the
-reads since then, and each new access must come after those that it conflicts with. All clocks are known when a call is
-made, because streams are ordered by the calls of one host thread alone; so a race is found at the call that completes it,
+The idea is that of FastTrack (Flanagan and Freund, PLDI 2009): a resource remembers the time of its last write and of
+the reads since then, and each new access must come after those that it conflicts with. All clocks are known when a call
+is made, because the calls of one host thread alone order the streams; so a race is found at the call that completes it,
 before anything runs.
 """
 
@@ -31,7 +31,7 @@ class RaceError(DeviceLostError):
 
     def __init__(self, resource: str, first: str, second: str) -> None:
         super().__init__(
-            f"race on {resource}: {first} and {second} are ordered by no stream, no event and no synchronize of the host"
+            f"race on {resource}: {first} and {second} are ordered by no stream, no event and no wait of the host"
         )
         self.resource = resource
         self.first = first
@@ -50,7 +50,7 @@ class _Resource:
     label: str
     storage: torch.UntypedStorage | None  # held, so that no other tensor gets the address while we remember it
     write: _Access | None = None
-    reads: dict[int, _Access] = field(default_factory=dict)  # the newest read since `write`, by timeline
+    reads: dict[int, _Access] = field(default_factory=dict[int, _Access])  # newest read since `write`, by timeline
 
 
 class RaceDetector:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from cbengine.devices.base import DeviceLostError, Event, MemoryInfo, Stream
-from cbengine.devices.host import Health, HostDevice, run_operation
+from cbengine.devices.host import HostDevice, run_operation
 from cbengine.testing.races import HOST, Clock, RaceDetector, RaceError
 
 
@@ -90,13 +90,13 @@ class SimEvent(Event):
 class SimDevice(HostDevice):
     """Lazy streams in a seeded legal interleaving, with a race check: hundreds of schedules of one loop in a second.
 
-    Nothing runs by itself. At every call of the host a few operations may run (how many, and from which streams, follows
-    from the seed), and a `synchronize()` runs what the awaited mark depends on and no more. So an operation runs at any
-    moment that the ordering rules allow, now and then at the worst.
+    Nothing runs by itself. At every call of the host a few operations may run (how many, and from which streams,
+    follows from the seed), and a `synchronize()` runs what the awaited mark depends on and no more. So an operation
+    runs at any moment that the ordering rules allow, now and then at the worst.
 
-    A race is found whatever order was picked: `launch`, `copy` and `host_access` raise `RaceError` where two accesses to
-    the same tensor storage or tag, one of them a write, are not ordered. A race and a deadlock end the device: this and
-    every later call raises, and `fault` keeps the error.
+    A race is found whatever order was picked: `launch`, `copy` and `host_access` raise `RaceError` where two accesses
+    to the same tensor storage or tag, one of them a write, are not ordered. A race and a deadlock end the device: this
+    and every later call raises, and `fault` keeps the error.
 
     Args:
         seed: same seed and same calls, same order.
@@ -139,6 +139,7 @@ class SimDevice(HostDevice):
         self._drop = drop
         self._memory = memory
         self._streams: dict[str, SimStream] = {}
+        self._all: list[SimStream] = []
         self.trace: list[tuple[str, str]] = []
         """(stream, name) of every operation and copy that ran, in the order in which they ended. Skipped ones are not
         in it."""
@@ -154,6 +155,7 @@ class SimDevice(HostDevice):
         stream = self._streams.get(name)
         if stream is None:
             stream = self._streams[name] = SimStream(name, self._races.add_timeline())
+            self._all.append(stream)
         return stream
 
     def event(self, name: str = "") -> SimEvent:
@@ -206,10 +208,9 @@ class SimDevice(HostDevice):
 
     def synchronize(self) -> None:
         self._health.check()
-        streams = list(self._streams.values())
-        while self._step(streams):
+        while self._step(self._all):
             pass
-        stuck = [stream.name for stream in streams if stream.items or stream.running]
+        stuck = [stream.name for stream in self._all if stream.items or stream.running]
         if stuck:
             self._deadlock(f"the host waits for all streams, and {', '.join(stuck)} can never become empty")
         self._races.join_everything()
@@ -219,10 +220,9 @@ class SimDevice(HostDevice):
         return super().memory_info() if self._memory is None else self._memory
 
     def close(self) -> None:
-        streams = list(self._streams.values())
-        while self._health.fault is None and self._step(streams):
+        while self._health.fault is None and self._step(self._all):
             pass
-        for stream in streams:
+        for stream in self._all:
             stream.items.clear()
         self._health.closed = True
 
@@ -249,7 +249,7 @@ class SimDevice(HostDevice):
             return True
         # A host that polls must get there in the end, also under a seed that runs nothing by itself.
         if not mark.reached and self._rng.random() < 0.5:
-            self._step(list(self._streams.values()))
+            self._step(self._all)
         if mark.reached:
             self._races.join(HOST, mark.clock)
         return mark.reached
@@ -259,8 +259,7 @@ class SimDevice(HostDevice):
     def _progress(self) -> None:
         """A call of the host: the device may run 0 to k operations."""
         if not self._running:
-            streams = list(self._streams.values())
-            while self._rng.random() < self._eagerness and self._step(streams):
+            while self._rng.random() < self._eagerness and self._step(self._all):
                 pass
 
     def _drain(self, mark: _Mark) -> None:
@@ -270,7 +269,9 @@ class SimDevice(HostDevice):
             behind = [stream for stream, position in needed.items() if stream.executed < position]
             if not self._step(behind):
                 names = ", ".join(sorted(stream.name for stream in needed))
-                self._deadlock(f"an event on {mark.stream.name} is waited for and can never be reached ({names} stand still)")
+                self._deadlock(
+                    f"an event on {mark.stream.name} can never be reached, and is waited for; at rest: {names}"
+                )
 
     def _step(self, streams: Iterable[SimStream]) -> bool:
         """Run the next item of one of these streams; False if none can run."""

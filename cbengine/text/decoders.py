@@ -213,8 +213,7 @@ def detokenizer_factory(backend: Backend) -> Factory:
     tokens = _all_tokens(backend, added)
     # The Rust library goes by the string, not by the id.
     silent = frozenset(i for i, token in enumerate(tokens) if token is None or token in specials)
-
-    everything = range(len(tokens) + 1)  # one that is no token too
+    everything = range(len(tokens) + 1)  # the last one is no token
 
     def decode(ids: Sequence[int]) -> str:
         return backend.decode(list(ids), skip_special_tokens=True)

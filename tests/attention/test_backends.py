@@ -185,7 +185,8 @@ def test_one_backend_serves_step_after_step() -> None:
     """Masks are kept and grow; nothing of an earlier step is left over."""
     backend = SdpaBackend()
     case = Case([5, 9], [(20, 4)])
-    for contexts, chunks in [([5, 9], [(20, 4)]), ([], [(1500, 10)]), ([1, 2, 3], []), ([40], [(3000, 2), (1800, 300)])]:
+    steps = [([5, 9], [(20, 4)]), ([], [(1500, 10)]), ([1, 2, 3], []), ([40], [(3000, 2), (1800, 300)])]
+    for contexts, chunks in steps:
         for window in (None, 7):
             check(replace(case, decodes=contexts, chunks=chunks, window=window, page_size=64), backend)
 
@@ -258,5 +259,5 @@ def test_choice_by_name() -> None:
 def test_choice_checks_what_the_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SdpaBackend, "supports_window", False)
     assert isinstance(choose("sdpa", torch.device("cpu"), spec()), SdpaBackend)
-    with pytest.raises(UnsupportedFeatureError, match="no sliding window.*use one of eager"):
+    with pytest.raises(UnsupportedFeatureError, match=r"no sliding window.*use one of eager"):
         choose("sdpa", torch.device("cpu"), spec(7))

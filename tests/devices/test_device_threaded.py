@@ -94,10 +94,7 @@ def test_streams_are_named_daemon_threads(device: ThreadedDevice) -> None:
 
 def test_many_steps_of_a_double_buffer_keep_their_order(device: ThreadedDevice) -> None:
     transfer, compute = device.stream("transfer"), device.stream("compute")
-    slots = [
-        (device.host_buffer((64,), torch.int64), device.device_buffer((64,), torch.int64), device.host_buffer((64,), torch.int64))
-        for _ in range(2)
-    ]
+    slots = [[device.host_buffer((64,), torch.int64) for _ in ("inputs", "inside", "outputs")] for _ in range(2)]
     ready, done = [device.event("inputs_ready") for _ in slots], [device.event("done") for _ in slots]
     outputs: list[int] = []
     for step in range(200):

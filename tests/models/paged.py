@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -15,7 +16,7 @@ from tests.attention.packing import Work, step
 
 
 @dataclass
-class Sequence_:
+class Request:
     """One request: what it has, what of it is computed, and the logits that each new token was chosen by."""
 
     tokens: list[int]
@@ -44,9 +45,9 @@ class Paged:
         assert logits.shape == (inputs.num_samples, logits.shape[1])
         return logits
 
-    def generate(self, prompts: Sequence[Sequence[int]], new: int, *, budget: int = 16) -> list[Sequence_]:
+    def generate(self, prompts: Sequence[Sequence[int]], new: int, *, budget: int = 16) -> list[Request]:
         """Each prompt's greedy continuation. A prompt joins at a random step and is cut by the token budget of a step."""
-        waiting = [Sequence_(list(p), self._take(len(p) + new), len(p) + new) for p in prompts]
+        waiting = [Request(list(p), self._take(len(p) + new), len(p) + new) for p in prompts]
         everything, running = list(waiting), []
         while waiting or running:
             if waiting and (not running or self.rng.random() < 0.6):
@@ -55,7 +56,7 @@ class Paged:
             running = [s for s in running if len(s.tokens) < s.target]
         return everything
 
-    def _step(self, running: list[Sequence_], budget: int) -> None:
+    def _step(self, running: list[Request], budget: int) -> None:
         decoding = [s for s in running if s.computed and s.computed == len(s.tokens) - 1]
         decodes = [self._work(s, 1) for s in decoding]
         chunks, prefilling, left = [], [], max(1, budget - len(decoding))
@@ -75,7 +76,7 @@ class Paged:
                 sequence.logits.append(row)
                 sequence.tokens.append(int(row.argmax()))
 
-    def _work(self, s: Sequence_, count: int) -> Work:
+    def _work(self, s: Request, count: int) -> Work:
         end = s.computed + count
         used = s.blocks[: -(-end // self.page_size)]
         return Work(end, count, used, s.tokens[s.computed : end], samples=end == len(s.tokens))
@@ -87,7 +88,8 @@ class Paged:
 def reference(model: PreTrainedModel, prompt: Sequence[int], new: int) -> tuple[list[int], torch.Tensor]:
     """Tokens (prompt and answer) and logits [new, V] of transformers' own greedy `generate`, one prompt alone."""
     ids = torch.tensor([prompt])
-    out = model.generate(
+    generate: Any = model.generate
+    out = generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new,
@@ -98,7 +100,7 @@ def reference(model: PreTrainedModel, prompt: Sequence[int], new: int) -> tuple[
         pad_token_id=0,
         eos_token_id=None,
     )
-    return out.sequences[0].tolist(), torch.cat(out.logits)  # type: ignore[union-attr]
+    return out.sequences[0].tolist(), torch.cat(out.logits)
 
 
 def prompts_of(lengths: Sequence[int], seed: int = 0, vocab: int = 128) -> list[list[int]]:

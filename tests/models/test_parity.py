@@ -40,9 +40,9 @@ def test_real_model(smollm2: Path) -> None:
     loaded = load(smollm2)
     tokenizer = loaded.tokenizer
     assert tokenizer is not None
-    texts = ["The capital of France is", "def fibonacci(n):\n    ", "Once upon a time, in a village by the sea, " * 6]
+    texts = ["The capital of France is", "def fibonacci(n):\n    ", "Once upon a time, in a village by the sea, "]
     prompts = [tokenizer(text)["input_ids"] for text in texts]
-    expected = [reference(loaded.runner.model, prompt, 8)[0] for prompt in prompts]
-    served = Paged(loaded.runner, page_size=16, num_blocks=40).generate(prompts, 8, budget=40)
+    expected = [reference(loaded.runner.model, prompt, 6)[0] for prompt in prompts]
+    served = Paged(loaded.runner, page_size=16, num_blocks=40).generate(prompts, 6, budget=20)
     assert [sequence.tokens for sequence in served] == expected
     assert "Paris" in tokenizer.decode(served[0].tokens)

@@ -67,7 +67,9 @@ _RECIPES: dict[str, Callable[[], tuple[str, Any]]] = {
     "olmo2": lambda: ("Olmo2ForCausalLM", transformers.Olmo2Config(**_sizes())),
     "gpt2": lambda: (
         "GPT2LMHeadModel",
-        transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.4),
+        transformers.GPT2Config(
+            vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.4
+        ),
     ),
     "mixtral": lambda: (
         "MixtralForCausalLM",
@@ -119,7 +121,12 @@ def tiny(name: str) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(zlib.crc32(name.encode()))
         model = getattr(transformers, kind)(config).float().eval()
+        if getattr(config, "attn_logit_softcapping", None) is not None:
+            model.set_attn_implementation(
+                "eager"
+            )  # the default of transformers 5.17 is SDPA, which ignores the soft cap
         for parameter in model.parameters():
-            if parameter.ndim == 1 and not parameter.any():  # biases and sinks are made as zeros, which would test nothing
+            # Biases and sinks are made as zeros, which would test nothing.
+            if parameter.ndim == 1 and not parameter.any():
                 torch.nn.init.normal_(parameter, std=0.3)
     return model

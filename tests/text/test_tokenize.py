@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -127,17 +129,29 @@ def test_many_threads_encode_while_the_given_tokenizer_is_in_use(own: Any) -> No
 
 
 def test_encoding_lets_other_threads_run() -> None:
-    """A long text is encoded without the GIL: this thread gets on with its work meanwhile."""
+    """A long text is encoded without the GIL. Nothing else hands it over here: the switch interval is out of reach."""
+    tokenizer = tokenizer_of("smollm2")
     text = "The quick brown fox jumps over 12 lazy dogs. " * 20_000
-    counted: list[int] = []
-    worker = threading.Thread(target=lambda: counted.append(len(tokenizer_of("smollm2").encode(text))))
-    worker.start()
-    steps = 0
-    while worker.is_alive():
-        steps += 1
-    worker.join()
-    assert counted[0] > 200_000
-    assert steps > 1000
+    steps: list[int] = [0]
+    seen: list[int] = []
+
+    def work() -> None:
+        seen.append(steps[0])
+        tokenizer.encode(text)
+        seen.append(steps[0])
+
+    worker = threading.Thread(target=work)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        worker.start()
+        while worker.is_alive():
+            steps[0] += 1
+            time.sleep(0)  # hands the GIL over
+    finally:
+        sys.setswitchinterval(interval)
+        worker.join()
+    assert seen[1] > seen[0]
 
 
 @pytest.mark.parametrize("bad", [None, 3, b"bytes", ["list"]])
@@ -156,11 +170,12 @@ def test_added_tokens_that_cannot_be_copied() -> None:
     backend = Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.decoder = decoders.Fuse()
+    source = wrap(backend)
     for token in ("<one>", "b", "<two>"):
-        backend.add_tokens([AddedToken(token, special=token == "<one>")])
-    assert [backend.token_to_id(token) for token in ("<one>", "b", "<two>")] == [2, 7, 8]
-    backend.enable_truncation(1)
-    tokenizer = TextTokenizer(wrap(backend))
+        source.add_tokens([AddedToken(token, special=token == "<one>")])
+    assert source.convert_tokens_to_ids(["<one>", "b", "<two>"]) == [2, 7, 8]
+    source.backend_tokenizer.enable_truncation(1)
+    tokenizer = TextTokenizer(source)
     with ThreadPoolExecutor(8) as pool:
         for ids in pool.map(tokenizer.encode, ["<one>a<two>b"] * 100):
             assert ids == [2, 0, 8, 7]

@@ -1,0 +1,244 @@
+"""Many prompts at once: `generate`, `generate_batch`, `as_completed`, `chat`."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import anyio
+import pytest
+
+from cbengine import (
+    EmptyPromptError,
+    EngineStoppedError,
+    InvalidRequestError,
+    PromptTooLongError,
+    RequestFailedError,
+)
+from cbengine.execution.inputs import StepInputs
+from cbengine.testing import FakeModel
+from tests.api.fakes import Gate, prompt, running
+from tests.support.leaks import idle
+from tests.support.loops import aio, eventually
+
+
+@aio(trio=True)
+async def test_answers_come_in_the_order_of_the_prompts() -> None:
+    model = FakeModel()
+    # The first asks for most, so it ends last.
+    prompts = [prompt(30 - seed, seed) for seed in range(20)]
+    async with running(model) as engine:
+        completions = await engine.generate_batch(prompts, max_new_tokens=10, ignore_eos=True)
+    assert [c.index for c in completions] == list(range(20))
+    assert [c.token_ids for c in completions] == [tuple(model.reference(p, 10, ignore_eos=True)) for p in prompts]
+    assert len({c.request_id for c in completions}) == 20
+
+
+@aio(trio=True)
+async def test_as_completed_yields_the_first_to_end_first() -> None:
+    gate = Gate()
+    model = FakeModel(eos_token_ids=(0, 7, 21, 40, 63), fault=gate)
+    prompts = [prompt(4, seed) for seed in range(7)]
+    lengths = [len(model.reference(p, 100)) for p in prompts]
+    assert len(set(lengths)) > 3
+    async with running(model) as engine:
+        iterator = engine.as_completed(prompts, max_new_tokens=100)
+        await gate.someone_waits()  # all of them begin in the second step at the latest
+        gate.open()
+        answered = [completion.index async for completion in iterator]
+    # The first prompt may be a step ahead of the others, so only those are compared.
+    others = [lengths[index] for index in answered if index != 0]
+    assert sorted(answered) == list(range(7))
+    assert others == sorted(others)
+
+
+@aio(trio=True)
+async def test_a_batch_may_be_any_iterable_and_may_be_empty() -> None:
+    model = FakeModel()
+
+    def prompts() -> Iterator[list[int]]:
+        for seed in range(3):
+            yield prompt(4, seed)
+
+    async with running(model) as engine:
+        completions = await engine.generate_batch(prompts(), max_new_tokens=3, ignore_eos=True)
+        assert [c.token_ids for c in completions] == [
+            tuple(model.reference(p, 3, ignore_eos=True)) for p in prompts()
+        ]
+        assert await engine.generate_batch([]) == []
+        assert [c async for c in engine.as_completed([])] == []
+        with pytest.raises(TypeError, match="got one text"):
+            await engine.generate_batch("hello")
+
+
+@aio(trio=True)
+async def test_a_batch_larger_than_the_queue_waits_on_the_callers_side() -> None:
+    model = FakeModel()
+    prompts = [prompt(6, seed) for seed in range(40)]
+    async with running(model, max_queue_size=3, max_requests_per_batch=4) as engine:
+        completions = await engine.generate_batch(prompts, max_new_tokens=5, ignore_eos=True)
+    assert [c.token_ids for c in completions] == [tuple(model.reference(p, 5, ignore_eos=True)) for p in prompts]
+
+
+@aio(trio=True)
+async def test_a_batch_waits_for_a_queue_that_others_have_filled() -> None:
+    gate = Gate()
+    model = FakeModel(fault=gate)
+    async with running(model, max_queue_size=1, max_requests_per_batch=1) as engine:
+        running_one = engine.stream(prompt(3), max_new_tokens=3, ignore_eos=True)
+        await gate.someone_waits()
+        queued = engine.stream(prompt(4), max_new_tokens=3, ignore_eos=True)
+        answers: list[tuple[int, ...]] = []
+
+        async def batch() -> None:
+            answers.extend(c.token_ids for c in await engine.generate_batch([prompt(5), prompt(7)], max_new_tokens=2))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(batch)
+            await anyio.sleep(0.02)
+            assert answers == []
+            gate.open()
+        assert answers == [tuple(model.reference(prompt(n), 2)) for n in (5, 7)]
+        await running_one.result()
+        await queued.result()
+
+
+@aio(trio=True)
+async def test_an_error_in_a_batch_is_raised_and_the_rest_is_cancelled() -> None:
+    gate = Gate()
+    async with running(FakeModel(fault=gate)) as engine:
+        gate.open()
+        with pytest.raises(EmptyPromptError):
+            await engine.generate_batch([prompt(5), [], prompt(6)], max_new_tokens=300, ignore_eos=True)
+        await idle(engine)
+        stats = engine.stats()
+        assert stats.requests_finished == 0 and stats.requests_cancelled == 2
+
+
+@aio(trio=True)
+async def test_errors_in_a_batch_in_their_places() -> None:
+    model = FakeModel()
+    async with running(model) as engine:
+        answers = await engine.generate_batch(
+            [prompt(5), [], prompt(7), [97], prompt(5000)], max_new_tokens=3, ignore_eos=True, return_exceptions=True
+        )
+    assert [type(a).__name__ for a in answers] == [
+        "Completion",
+        "EmptyPromptError",
+        "Completion",
+        "InvalidRequestError",
+        "PromptTooLongError",
+    ]
+    assert answers[2].token_ids == tuple(model.reference(prompt(7), 3, ignore_eos=True))
+    assert isinstance(answers[4], PromptTooLongError)
+
+
+@aio(trio=True)
+async def test_as_completed_goes_on_after_an_error() -> None:
+    async with running() as engine:
+        iterator = engine.as_completed([prompt(5), [], prompt(7)], max_new_tokens=3, ignore_eos=True)
+        seen: list[object] = []
+        while True:
+            try:
+                seen.append((await iterator.__anext__()).index)
+            except StopAsyncIteration:
+                break
+            except InvalidRequestError as error:
+                seen.append(type(error))
+    assert sorted(map(str, seen)) == sorted(map(str, [0, 2, EmptyPromptError]))
+
+
+@aio(trio=True)
+async def test_a_step_that_breaks_fails_its_part_of_the_batch() -> None:
+    marked = prompt(6, 5)
+
+    def fault(inputs: StepInputs) -> None:
+        if marked[0] == inputs.token_ids[0] and inputs.num_tokens == 6:
+            raise ValueError("planted")
+
+    model = FakeModel(fault=fault)
+    async with running(model, max_requests_per_batch=1) as engine:
+        answers = await engine.generate_batch([prompt(4), marked, prompt(9)], max_new_tokens=3, return_exceptions=True)
+    assert isinstance(answers[1], RequestFailedError) and isinstance(answers[1].__cause__, ValueError)
+    assert answers[0].token_ids == tuple(model.reference(prompt(4), 3))
+    assert answers[2].token_ids == tuple(model.reference(prompt(9), 3))
+
+
+@aio(trio=True)
+async def test_dropping_the_iterator_cancels_what_is_unfinished() -> None:
+    gate = Gate()
+    model = FakeModel(fault=gate)
+    async with running(model) as engine:
+        gate.open()
+        async for completion in engine.as_completed([prompt(5, s) for s in range(8)] + [[2]], max_new_tokens=400):
+            assert completion.token_ids
+            break
+        gc.collect()
+        gate.open()
+        await idle(engine)
+        stats = engine.stats()
+        assert stats.requests_cancelled + stats.requests_finished == 9 and stats.requests_cancelled > 0
+
+
+@aio(trio=True)
+async def test_cancelling_a_batch_cancels_all_of_it() -> None:
+    gate = Gate()
+    async with running(FakeModel(fault=gate)) as engine:
+        async with anyio.create_task_group() as group:
+            group.start_soon(engine.generate_batch, [prompt(5, s) for s in range(8)])
+            await gate.someone_waits()
+            group.cancel_scope.cancel()
+            gate.open()
+        await idle(engine)
+        assert engine.stats().requests_cancelled == 8
+
+
+@aio(trio=True)
+async def test_stopping_the_engine_fails_a_batch_that_is_half_queued() -> None:
+    gate = Gate()
+    async with running(FakeModel(fault=gate), max_queue_size=2, max_requests_per_batch=1) as engine:
+        errors: list[Exception] = []
+
+        async def batch() -> None:
+            try:
+                await engine.generate_batch([prompt(5, s) for s in range(8)], max_new_tokens=3)
+            except EngineStoppedError as error:
+                errors.append(error)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(batch)
+            await gate.someone_waits()
+            gate.open()
+            await engine.stop(hard=True)
+        assert len(errors) == 1
+
+
+@aio
+async def test_progress_shows_a_bar_of_the_right_length(capsys: pytest.CaptureFixture[str]) -> None:
+    async with running() as engine:
+        await engine.generate_batch([prompt(5, s) for s in range(7)], max_new_tokens=2, progress=True)
+    assert "7/7" in capsys.readouterr().err
+
+
+@aio(trio=True)
+async def test_chat_is_a_stream_over_the_template() -> None:
+    model = FakeModel()
+    messages = [{"role": "user", "content": "Hi"}]
+    async with running(model) as engine:
+        stream = engine.chat(messages, max_new_tokens=6, ignore_eos=True, request_id="talk")
+        assert stream.request_id == "talk"
+        completion = await stream.result()
+        text = model.tokenizer.apply_chat_template(messages)
+        assert completion.token_ids == tuple(model.reference(model.tokenizer.encode(text), 6, ignore_eos=True))
+
+
+@aio
+async def test_concurrent_calls_share_steps() -> None:
+    model = FakeModel()
+    async with running(model) as engine:
+        async with anyio.create_task_group() as group:
+            for seed in range(10):
+                group.start_soon(lambda seed=seed: engine.generate(prompt(2, seed), max_new_tokens=20, ignore_eos=True))
+        assert engine.stats().generated_tokens == 200
+        assert engine.stats().steps < 60
+    await eventually(lambda: not engine.health())

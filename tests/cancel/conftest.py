@@ -1,0 +1,5 @@
+"""The real model, for the tests in this folder that ask for it."""
+
+from tests.api.real import encode, real_engine
+
+__all__ = ["encode", "real_engine"]

@@ -1,0 +1,66 @@
+"""The examples run, and README shows what they do."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.project.source import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+def run(*command: str, **environment: str) -> str:
+    """Run a program of the examples' folder; its standard output."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=EXAMPLES,
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_hello_streams_a_model(smollm2: Path) -> None:
+    assert "Paris" in run("hello.py", str(smollm2))
+
+
+def test_quickstart_answers_every_prompt(smollm2: Path) -> None:
+    shown = run("quickstart.py", "What is the capital of France?", "Say hello.", CBENGINE_MODELS=str(smollm2.parent))
+    assert "Paris" in shown
+    assert len(re.findall(r"^\[[12]\] \((stop|length), \d+ tokens", shown, re.MULTILINE)) == 2
+
+
+def test_models_that_are_there_are_left_alone(smollm2: Path) -> None:
+    before = (smollm2 / "config.json").stat().st_mtime_ns
+    assert run("get_models.py", "--out", str(smollm2.parent), "smollm2") == f"{smollm2}\n"
+    assert (smollm2 / "config.json").stat().st_mtime_ns == before
+
+
+def test_an_unknown_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="unknown model gpt; known are smollm2, gemma3"):
+        run("get_models.py", "--out", str(tmp_path), "gpt")
+
+
+def test_the_program_in_the_readme_is_a_program() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    compile(code, "README.md", "exec")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+
+
+@pytest.mark.parametrize("text", ["README.md", "docs/architecture.md"])
+def test_files_that_documents_name_are_there(text: str) -> None:
+    words = re.findall(r"[\w./-]+/[\w./-]+\.(?:py|sh|md)\b", (ROOT / text).read_text(encoding="utf-8"))
+    assert words
+    promised = {"devices/cuda.py", "attention/flash.py"}  # named in rules for when they come
+    missing = [word for word in words if not any((ROOT / base / word).exists() for base in ("", "cbengine"))]
+    assert set(missing) <= promised
