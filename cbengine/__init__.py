@@ -25,6 +25,7 @@ from cbengine.errors import (
 )
 from cbengine.observe.counters import EngineStats
 from cbengine.observe.health import EngineHealth
+from cbengine.options import RequestArguments, RequestOptions
 from cbengine.outputs import Completion, FinishReason, RequestMetrics, RequestStatus, Token, Usage
 from cbengine.sampling import SamplingParams
 from cbengine.stream import StreamView, TokenStream
@@ -48,9 +49,11 @@ __all__ = [
     "MemoryPlan",
     "PromptTooLongError",
     "QueueFullError",
+    "RequestArguments",
     "RequestError",
     "RequestFailedError",
     "RequestMetrics",
+    "RequestOptions",
     "RequestStatus",
     "RequestTimeoutError",
     "SamplingParams",

@@ -11,6 +11,7 @@ MIN_BATCH_TOKENS = 256
 """An inferred token budget never goes under this; an explicit one may."""
 
 SCHEDULERS = ("fifo", "prefill_first")
+BACKPRESSURE = ("buffer", "pause", "abort")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,14 @@ class EngineConfig:
     max_queued_tokens: int = 0
     """Most prompt tokens that may wait likewise. 0 = no limit."""
 
+    # --- the readers -----------------------------------------------------------------------------------------------
+    backpressure: str = "buffer"
+    """When a reader falls behind: "buffer" lets its tokens wait in its stream (they are bounded by `max_new_tokens`, and
+    the pages are free as soon as the answer ends), "pause" stops scheduling it at `stream_buffer` unread tokens until it
+    reads on, "abort" ends it there. A request may choose its own."""
+    stream_buffer: int = 64
+    """Unread tokens at which "pause" and "abort" act. A few more may come: those of the steps in flight."""
+
     # --- the rest --------------------------------------------------------------------------------------------------
     seed: int | None = None
     """Makes requests that bring no seed of their own reproducible: the n-th request of an engine then always draws the
@@ -77,6 +86,8 @@ class EngineConfig:
         _integer(self, "seed", 0, optional=True)
         _integer(self, "max_queue_size", 0)
         _integer(self, "max_queued_tokens", 0)
+        _integer(self, "stream_buffer", 1)
+        _check(self.backpressure in BACKPRESSURE, ValueError, "backpressure", self, f"one of {', '.join(BACKPRESSURE)}")
         percent = self.max_memory_percent
         if percent is not None:
             _check(_is_number(percent) and 0 < percent <= 1, ValueError, "max_memory_percent", self, "in (0, 1]")

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import anyio
 
 from cbengine.batching import CompletionIterator
 from cbengine.bridge.buffer import StreamBuffer
-from cbengine.bridge.inbox import Cancel, Pause, Resume, Stop, Submit
+from cbengine.bridge.inbox import Cancel, Pause, Read, Resume, Stop, Submit
 from cbengine.bridge.ports import Ports
 from cbengine.bridge.reply import Reply
 from cbengine.cache.sizing import MemoryPlan
@@ -27,6 +28,7 @@ from cbengine.execution.worker import Loaded, Worker, WorkerState, dead_error
 from cbengine.loading import load
 from cbengine.observe.counters import EngineStats
 from cbengine.observe.health import EngineHealth
+from cbengine.options import RequestArguments, split
 from cbengine.outputs import Completion
 from cbengine.prompts import Prompt, PromptReader
 from cbengine.sampling import SamplingParams
@@ -72,6 +74,7 @@ class AsyncEngine:
         self._loaded: Loaded | None = None
         self._worker: Worker | None = None
         self._closed = False
+        self._start_lock = threading.Lock()
         self._ids = itertools.count()
         self._ports = Ports()
         self._prompts: PromptReader | None = None
@@ -95,22 +98,33 @@ class AsyncEngine:
         """Load the model (the first time) and begin to serve. Off the event loop; returns once requests are taken.
 
         Does nothing when the engine runs already; waits with whoever else is starting it. May be called again after a
-        stop, and after the engine died.
+        stop (one that is still under way is waited for) and after the engine died.
 
         Raises:
             EngineStoppedError: the engine was closed (`aclose`), which is final.
             UnsupportedFeatureError: the model's attention, or the device, is not served.
             OSError, ValueError: whatever loading the model raised.
         """
-        if self._closed:
-            raise EngineStoppedError("the engine was closed, which is final; make a new one")
-        worker = self._worker
-        if worker is None or worker.state is WorkerState.ENDED:
-            worker = self._worker = Worker(self._config, self._load, make_device)
-            worker.start()
-        reply = Reply(self._ports.current())
-        worker.when_ready(reply.set)
-        await reply.wait()
+        while True:
+            worker = self._current_run()
+            reply = Reply(self._ports.current())
+            if not worker.stopping:
+                worker.when_ready(reply.set)
+                await reply.wait()
+                return
+            worker.when_ended(reply.set)
+            await reply.wait()
+
+    def _current_run(self) -> Worker:
+        """The worker of the run that goes on or is ending, else of one that begins now."""
+        with self._start_lock:  # whoever starts the engine from several threads at once starts it once
+            if self._closed:
+                raise EngineStoppedError("the engine was closed, which is final; make a new one")
+            worker = self._worker
+            if worker is None or worker.state is WorkerState.ENDED:
+                worker = self._worker = Worker(self._config, self._load, make_device)
+                worker.start()
+            return worker
 
     def _load(self) -> Loaded:
         """On the engine thread."""
@@ -206,7 +220,7 @@ class AsyncEngine:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        **overrides: Any,
+        **arguments: Unpack[RequestArguments],
     ) -> TokenStream:
         """Generate from `prompt`; returns at once, with everything already under way.
 
@@ -216,8 +230,10 @@ class AsyncEngine:
 
         Args:
             prompt: text, or token ids.
-            params: sampling parameters; keyword arguments override single ones.
+            params: sampling parameters.
             request_id: a label of your own, unique among living requests.
+            arguments: single sampling parameters (they override `params`), deadlines and backpressure: every name in
+                `SamplingParams` and `RequestOptions`.
 
         Raises:
             EmptyPromptError, PromptTooLongError, InvalidRequestError, DuplicateRequestError, QueueFullError: the request
@@ -225,14 +241,14 @@ class AsyncEngine:
             EngineNotStartedError, EngineStoppedError, EngineDeadError: nobody is there to take it.
             StreamError: no event loop is running here.
         """
-        return self._stream(prompt, params, request_id, overrides)
+        return self._stream(prompt, params, request_id, arguments)
 
     def _stream(
         self,
         prompt: Prompt,
         params: SamplingParams | None,
         request_id: str | None,
-        overrides: Mapping[str, Any],
+        arguments: Mapping[str, Any],
         *,
         index: int = 0,
         add_special_tokens: bool = True,
@@ -240,7 +256,9 @@ class AsyncEngine:
         worker = self._running()
         prompts = self._reader(worker)
         port = self._ports.current()
-        resolved = prompts.resolve(params, overrides)
+        sampling, options = split(arguments)
+        options = options.resolved(self._config)
+        resolved = prompts.resolve(params, sampling)
         number = next(self._ids)
         label = prompts.label(request_id, number)
         seed = resolved.seed if resolved.seed is not None else self._fresh_seed(number)
@@ -257,7 +275,14 @@ class AsyncEngine:
             prompt=parsed.ids,
             limit=parsed.limit,
             stop_ids=frozenset(resolved.stop_token_ids),
+            timeout=options.timeout,
+            queue_timeout=options.queue_timeout,
+            backpressure=options.backpressure or "buffer",
+            stream_buffer=options.stream_buffer or 1,
         )
+        if request.backpressure == "pause":
+            buffer.stride = max(1, request.stream_buffer // 2)
+            buffer.ack = partial(worker.inbox.put, Read(number))
         worker.registry.enter(number, label, parsed.tokens, partial(worker.inbox.put, Submit(request)))
         stream = TokenStream(buffer, partial(worker.inbox.put, Cancel(number)), index)
         if parsed.text is not None:
@@ -273,7 +298,7 @@ class AsyncEngine:
         request_id: str | None = None,
         continue_final_message: bool = False,
         template_options: Mapping[str, Any] | None = None,
-        **overrides: Any,
+        **arguments: Unpack[RequestArguments],
     ) -> TokenStream:
         """`stream` over the model's chat template.
 
@@ -293,17 +318,22 @@ class AsyncEngine:
         if continue_final_message:
             options["continue_final_message"] = True
         text = self.tokenizer.apply_chat_template(messages, **options)
-        return self._stream(text, params, request_id, overrides, add_special_tokens=False)
+        return self._stream(text, params, request_id, arguments, add_special_tokens=False)
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **overrides: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        **arguments: Unpack[RequestArguments],
     ) -> Completion:
         """The whole answer at once. Cancelling the call ends the work. Arguments and errors: see `stream`."""
-        async with self._stream(prompt, params, request_id, overrides) as stream:
+        async with self._stream(prompt, params, request_id, arguments) as stream:
             return await stream.result()
 
     def as_completed(
-        self, prompts: Iterable[Prompt], params: SamplingParams | None = None, **overrides: Any
+        self, prompts: Iterable[Prompt], params: SamplingParams | None = None, **arguments: Unpack[RequestArguments]
     ) -> CompletionIterator:
         """`async for completion in engine.as_completed(prompts)`: answers as they finish; `completion.index` tells whose.
 
@@ -311,7 +341,7 @@ class AsyncEngine:
         error from the iteration, which may be continued. Dropping the iterator cancels what is unfinished.
         """
         start: Callable[[int, Prompt], TokenStream] = lambda index, prompt: self._stream(  # noqa: E731
-            prompt, params, None, overrides, index=index
+            prompt, params, None, arguments, index=index
         )
         return CompletionIterator(prompts, start)
 
@@ -322,7 +352,7 @@ class AsyncEngine:
         *,
         progress: bool = False,
         return_exceptions: bool = False,
-        **overrides: Any,
+        **arguments: Unpack[RequestArguments],
     ) -> list[Any]:
         """Answers to all prompts, in the order of the prompts.
 
@@ -331,7 +361,7 @@ class AsyncEngine:
             return_exceptions: put an answer's error in its place, instead of raising the first one (which cancels the
                 rest).
         """
-        return await self.as_completed(prompts, params, **overrides).gather(progress, return_exceptions)
+        return await self.as_completed(prompts, params, **arguments).gather(progress, return_exceptions)
 
     # --- looking ---------------------------------------------------------------------------------------------------
 

@@ -59,6 +59,7 @@ class TokenStream:
         await self._more()
         at = self._cursor
         self._cursor = at + 1
+        self._buffer.advance(at + 1)
         return self._token(at)
 
     async def _more(self) -> None:
@@ -123,6 +124,7 @@ class TokenStream:
         while True:
             await self._more()
             start, self._cursor = self._cursor, len(self._buffer.ids)
+            self._buffer.advance(self._cursor)
             chunk = "".join(self._buffer.texts[start:])
             if chunk:
                 return chunk

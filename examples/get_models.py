@@ -112,8 +112,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
     model, tokenizer = load_gguf(gguf, torch.float32, True, {})
     # The weights are plain float32 by now, but transformers remembers where they came from, and refuses to save them.
-    model.hf_quantizer = None
-    for name in ("is_quantized", "quantization_method"):
+    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
         vars(model).pop(name, None)
     vars(model.config).pop("quantization_config", None)
     model.config.name_or_path = ""

@@ -15,6 +15,8 @@ class StreamBuffer:
     """
 
     __slots__ = (
+        "_acknowledged",
+        "ack",
         "arrival_time",
         "cached_tokens",
         "error",
@@ -24,9 +26,11 @@ class StreamBuffer:
         "port",
         "preemptions",
         "prompt_tokens",
+        "read",
         "reason",
         "request_id",
         "status",
+        "stride",
         "texts",
         "times",
         "waiters",
@@ -49,6 +53,22 @@ class StreamBuffer:
         self.first_scheduled_time: float | None = None
         self.cached_tokens = 0
         self.preemptions = 0
+        self.read = 0
+        """Tokens that the reader has taken. Also looked at by the engine thread: one int, written here only."""
+        self.ack: Callable[[], None] | None = None
+        """Called each time that the reader has taken another `stride` tokens (backpressure "pause")."""
+        self.stride = 1
+        self._acknowledged = 0
+
+    def advance(self, to: int) -> None:
+        """The reader has taken the first `to` tokens."""
+        self.read = to
+        # Every stride tokens, and not when the buffer seems to run low: the engine counts tokens that are still on their
+        # way here. After it has held the request up with `stream_buffer` unread tokens, some acknowledgement always
+        # leaves fewer than a stride, and so lets it go on.
+        if self.ack is not None and to - self._acknowledged >= self.stride:
+            self._acknowledged = to
+            self.ack()
 
     def wake(self) -> None:
         """Wake everybody who waits for news."""

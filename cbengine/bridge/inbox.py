@@ -41,6 +41,13 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Read:
+    """A reader that may be holding its request up (backpressure "pause") has read on."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Pause:
     """Launch nothing more; `done()` is called when nothing is in flight. Counted: as many resumes end it."""
 
@@ -59,7 +66,7 @@ class Stop:
     drain: bool
 
 
-Command = Submit | Tokenized | Cancel | Pause | Resume | Stop
+Command = Submit | Tokenized | Cancel | Read | Pause | Resume | Stop
 
 
 class Inbox:
@@ -79,6 +86,9 @@ class Inbox:
         except Empty:
             return None
 
-    def wait(self) -> Command:
-        """Sleep until there is a command. Engine thread only."""
-        return self._queue.get()
+    def wait(self, timeout: float | None = None) -> Command | None:
+        """Sleep until there is a command, or until `timeout` seconds have passed (None then). Engine thread only."""
+        try:
+            return self._queue.get(timeout=timeout)
+        except Empty:
+            return None

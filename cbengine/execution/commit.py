@@ -59,6 +59,10 @@ class Committer:
                 stops[i] |= int(ids[i]) in self._request(rows[i]).stop_ids
         ended = stops | (table.known[rows] >= table.limit[rows])
         self._emit(rows, ids, stops, ended)
+        watched = table.watched[rows] & (table.status[rows] != DEAD)
+        if watched.any():
+            for row in rows[watched].tolist():
+                self._check_reader(self._request(row))
 
     def _emit(self, rows: np.ndarray, ids: np.ndarray, stops: np.ndarray, ended: np.ndarray) -> None:
         requests, sink = self._rows.requests, self._sink
@@ -82,6 +86,27 @@ class Committer:
             return ""
         text = detokenizer.push(token_id)
         return text + detokenizer.flush() if last else text
+
+    def unread(self, request: Request) -> int:
+        """Tokens of a request that its reader has not taken. `reader.read` is the reader's own count, one int."""
+        made = len(request.saved) if request.row < 0 and request.saved is not None else self._rows.known[request.row]
+        return int(made) - request.prompt_len - request.reader.read
+
+    def _check_reader(self, request: Request) -> None:
+        """Backpressure: hold or end a request whose reader is too far behind."""
+        behind = self.unread(request)
+        if behind < request.stream_buffer:
+            return
+        if request.backpressure == "pause":
+            request.held = True
+            self._rows.held[request.row] = True
+            return
+        error = RequestFailedError(
+            f"request {request.label!r} was aborted: its reader left {behind} tokens unread, and with backpressure='abort' "
+            f"stream_buffer={request.stream_buffer} are allowed",
+            request_id=request.label,
+        )
+        self._lifecycle.transition(request, RequestStatus.FAILED, FinishReason.ERROR, error)
 
     def fail(self, filled: Filled, error: BaseException) -> None:
         """The step raised: the requests it was computing fail, everyone else goes on (I14)."""

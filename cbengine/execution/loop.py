@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cbengine.bridge.inbox import Cancel, Command, Inbox, Pause, Resume, Stop, Submit, Tokenized
+from cbengine.bridge.inbox import Cancel, Command, Inbox, Pause, Read, Resume, Stop, Submit, Tokenized
 from cbengine.bridge.outbox import Outbox
 from cbengine.bridge.ports import LoopPort
 from cbengine.cache.manager import CacheManager
@@ -20,6 +20,7 @@ from cbengine.devices.base import DeviceLostError
 from cbengine.errors import EngineStoppedError, RequestFailedError
 from cbengine.execution.batch import BatchFiller
 from cbengine.execution.commit import Committer, failure
+from cbengine.execution.deadlines import Deadlines, timeout_error
 from cbengine.execution.pipeline import Pipeline
 from cbengine.observe.counters import Counters
 from cbengine.outputs import FinishReason, RequestStatus
@@ -56,8 +57,9 @@ class StepLoop:
     def __init__(self, parts: LoopParts) -> None:
         self.parts = parts
         parts.lifecycle.on_change = self._on_change
-        parts.lifecycle.on_requeue = parts.scheduler.add
+        parts.lifecycle.on_requeue = self._requeue
         parts.outbox.on_closed = self._on_closed
+        self._deadlines = Deadlines()
         self._pauses = 0
         self._pause_replies: list[Callable[[], object]] = []
         self._draining = False
@@ -77,13 +79,17 @@ class StepLoop:
             if self.stopped:
                 return
             if not busy:
-                self._handle(self.parts.inbox.wait())
+                command = self.parts.inbox.wait(self._deadlines.wait())
+                if command is not None:
+                    self._handle(command)
 
     def turn(self) -> bool:
         """One cycle. False if there was nothing to do, so that only a command can bring more."""
         parts = self.parts
         while (command := parts.inbox.take()) is not None:
             self._handle(command)
+        for late in self._deadlines.expired(parts.requests):
+            self.end(late, RequestStatus.FAILED, FinishReason.TIMEOUT, timeout_error(late))
         launched = self._launch()
         committed = False
         if parts.pipeline.num_in_flight and (parts.pipeline.full or not launched):
@@ -108,6 +114,8 @@ class StepLoop:
                     self.end(request, RequestStatus.CANCELLED, FinishReason.CANCELLED)
             case Tokenized():
                 self._tokenized(command)
+            case Read(request_id):
+                self._read(request_id)
             case Pause(done):
                 self._pauses += 1
                 self._pause_replies.append(done)
@@ -119,6 +127,7 @@ class StepLoop:
     def _submit(self, request: Request) -> None:
         parts = self.parts
         parts.requests[request.id] = request
+        self._deadlines.add(request)
         if self._stopping or self._draining:
             self.end(request, RequestStatus.FAILED, FinishReason.ERROR, stopped_error(request.label))
             return
@@ -130,6 +139,22 @@ class StepLoop:
                 return
         if request.prompt is not None:
             parts.scheduler.add(request)
+
+    def _read(self, request_id: int) -> None:
+        """A reader has read on: schedule its request again, if it was held up and there is room in its buffer now."""
+        request = self.parts.requests.get(request_id)
+        if request is None or not request.held or self.parts.committer.unread(request) >= request.stream_buffer:
+            return
+        request.held = False
+        if request.row >= 0:
+            self.parts.rows.held[request.row] = False
+        elif request.saved is not None:
+            self.parts.scheduler.add(request)
+
+    def _requeue(self, request: Request) -> None:
+        """A preempted request has given everything back. One whose reader is behind waits for its reader first."""
+        if not request.held:
+            self.parts.scheduler.add(request)
 
     def _tokenized(self, command: Tokenized) -> None:
         request = self.parts.requests.get(command.request_id)
@@ -195,8 +220,9 @@ class StepLoop:
     def _unstick(self) -> bool:
         """Nothing runs, nothing is in flight, yet somebody waits: that must not be, and it must not last (I5)."""
         scheduler = self.parts.scheduler
-        if scheduler.num_running:
-            raise AssertionError(f"{scheduler.num_running} requests are running, but none can be scheduled")
+        running = scheduler.num_running - self.parts.rows.num_held
+        if running:
+            raise AssertionError(f"{running} requests are running, but none can be scheduled")
         head = scheduler.head()
         if head is None:
             return False

@@ -69,6 +69,8 @@ class Worker:
         self.inbox = Inbox()
         self.registry = Registry(config.max_queue_size, config.max_queued_tokens)
         self.state = WorkerState.STARTING
+        self.stopping = False
+        """A stop was asked for: no request gets in any more."""
         self.background = TokenizerThread()
         self.loaded: Loaded | None = None
         self.built: Built | None = None
@@ -93,6 +95,7 @@ class Worker:
 
     def close_admission(self) -> None:
         """Let nobody else in: a stop is on its way."""
+        self.stopping = True
         self.registry.close(stopped_error)
 
     def stats(self) -> EngineStats:

@@ -19,7 +19,7 @@ class EngineHealth:
     """`bool(health)` is True while requests are taken."""
 
     status: str
-    """"new", "starting", "running", "stopped", "dead" (it failed) or "closed"."""
+    """"new", "starting", "running", "stopping" (it finishes what it has), "stopped", "dead" (it failed) or "closed"."""
     error: BaseException | None = None
     """What it died of."""
 
@@ -32,7 +32,7 @@ class EngineHealth:
             return EngineHealth("closed" if closed else "new")
         state = worker.state.value
         if state != "ended":
-            return EngineHealth(state)
+            return EngineHealth("stopping" if worker.stopping else state)
         if worker.fault is not None:
             return EngineHealth("dead", worker.fault)
         return EngineHealth("closed" if closed else "stopped")

@@ -109,7 +109,7 @@ class PassScheduler(Scheduler):
             return
         # Position p is computed to sample token p + 1, so nothing is computed past limit - 2: an end by length is known
         # ahead and never scheduled past (I4).
-        rows = rows[table.planned[rows] < table.limit[rows] - 1]
+        rows = rows[(table.planned[rows] < table.limit[rows] - 1) & ~table.held[rows]]
         rows = rows[: max(0, min(self._left[0], self._left[1]))]
         full = table.planned[rows] >= self._cache.lengths[rows] * self._cache.page_size
         if full.any():

@@ -9,7 +9,7 @@ moves `computed` toward `known`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -62,11 +62,15 @@ class Request:
     """int32: the known tokens of a preempted request, prompt and answer, while it has no row."""
     first_scheduled_time: float | None = None
     preemptions: int = 0
-    queued_tokens: int = 0
-    """What it counts for in the queue's token limit until it is first scheduled."""
-    last_step: int = -1
-    """Newest launched step that has work for it."""
-    tags: dict[str, Any] = field(default_factory=dict)
+    timeout: float | None = None
+    """Seconds from arrival in which it must be finished."""
+    queue_timeout: float | None = None
+    """Seconds from arrival in which it must be scheduled for the first time."""
+    backpressure: str = "buffer"
+    stream_buffer: int = 0
+    """Unread tokens from which on backpressure "pause" or "abort" acts."""
+    held: bool = False
+    """Not scheduled because its reader is too far behind."""
 
     @property
     def prompt_len(self) -> int:

@@ -43,6 +43,10 @@ class RowTable:
         """Length, prompt included, below which no stop token may be sampled."""
         self.ignore_eos = np.zeros(n, bool)
         self.own_stops = np.zeros(n, bool)
+        self.watched = np.zeros(n, bool)
+        """How far its reader is behind matters (backpressure "pause" or "abort")."""
+        self.held = np.zeros(n, bool)
+        """Not scheduled until its reader has read on."""
         self.seed = np.zeros(n, np.uint64)
         self.temperature = np.zeros(n, np.float32)
         self.top_k = np.zeros(n, np.int32)
@@ -63,6 +67,11 @@ class RowTable:
     @property
     def num_used(self) -> int:
         return self.capacity - len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        """Running rows that wait for their reader."""
+        return int((self.held & (self.status == RUNNING)).sum())
 
     def assign(self, request: Request) -> int:
         """Give `request` a free row and load it with what is known of it."""
@@ -85,6 +94,8 @@ class RowTable:
         self.min_len[row] = request.prompt_len + params.min_new_tokens
         self.ignore_eos[row] = params.ignore_eos
         self.own_stops[row] = bool(request.stop_ids)
+        self.watched[row] = request.backpressure != "buffer"
+        self.held[row] = request.held
         self.seed[row] = request.seed
         self.temperature[row] = params.temperature
         self.top_k[row] = min(params.top_k or 0, _INT32_MAX)

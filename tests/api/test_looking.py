@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -22,8 +23,8 @@ async def test_counts_while_running() -> None:
         stats = engine.stats()
         assert (stats.pages_total, stats.pages_used, stats.pages_free, stats.pages_reserved) == (22, 0, 20, 2)
         assert (stats.running, stats.waiting, stats.steps, stats.labels) == (0, 0, 0, 0)
-        streams = [engine.stream(prompt(9, s), max_new_tokens=6, ignore_eos=True) for s in range(4)]
-        await gate.someone_waits()
+        async with engine.paused():
+            streams = [engine.stream(prompt(9, s), max_new_tokens=6, ignore_eos=True) for s in range(4)]
         await eventually(lambda: engine.stats().steps == 2)
         stats = engine.stats()
         assert stats.labels == 4
@@ -80,8 +81,14 @@ def test_an_engine_that_was_never_started() -> None:
 @aio(trio=True)
 async def test_health_in_every_state() -> None:
     gate = Gate()
-    model = FakeModel(fault=gate)
-    engine = fake_engine(model)
+    loading = threading.Event()
+
+    class SlowToLoad(FakeModel):
+        def bind(self, kv: Any, page_size: int) -> None:
+            loading.wait(10)
+            super().bind(kv, page_size)
+
+    engine = fake_engine(SlowToLoad(fault=gate))
     assert (engine.health().status, bool(engine.health())) == ("new", False)
     seen: list[str] = []
 
@@ -92,8 +99,9 @@ async def test_health_in_every_state() -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(start)
         await eventually(lambda: engine.health().status != "new")
-        seen.insert(0, engine.health().status)
-    assert seen[0] in ("starting", "running") and seen[1] == "running"
+        seen.append(engine.health().status)
+        loading.set()
+    assert seen == ["starting", "running"]
     assert engine.health() and engine.health().error is None
 
     stream = engine.stream(prompt(4), max_new_tokens=3, ignore_eos=True)

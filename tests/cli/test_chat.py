@@ -34,7 +34,7 @@ class Session:
 
     def _read(self, _: str) -> str:
         line = self.left.pop(0)
-        if isinstance(line, type):
+        if isinstance(line, type) and issubclass(line, BaseException):
             raise line
         return line if isinstance(line, str) else line()
 

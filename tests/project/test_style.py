@@ -59,5 +59,5 @@ def test_the_words_are_found_where_they_are() -> None:
 @pytest.mark.parametrize("path", python_files("cbengine"), ids=lambda p: str(p.relative_to(ROOT)))
 def test_annotations_are_not_evaluated(path: Path) -> None:
     tree = parse(path)
-    if any(functions(tree)):
+    if any(functions(tree)) and path.name != "__init__.py":
         assert any(name.dotted == "__future__.annotations" for name in imported_names(tree))

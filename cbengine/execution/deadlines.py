@@ -1,0 +1,65 @@
+"""Deadlines of requests, kept by the engine thread so that they hold while an event loop is busy elsewhere."""
+
+from __future__ import annotations
+
+import heapq
+import time
+
+from cbengine.errors import RequestTimeoutError
+from cbengine.scheduling.request import Request
+
+
+class Deadlines:
+    """The `timeout` (whole request) and `queue_timeout` (until first scheduled) of the living. Engine thread only.
+
+    Entries of requests that have ended, or left the queue in time, are skipped when they come up.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, bool]] = []  # time, request id, is a queue timeout
+
+    def add(self, request: Request) -> None:
+        """Watch a request from its arrival."""
+        if request.timeout is not None:
+            heapq.heappush(self._heap, (request.arrival_time + request.timeout, request.id, False))
+        if request.queue_timeout is not None:
+            heapq.heappush(self._heap, (request.arrival_time + request.queue_timeout, request.id, True))
+
+    def wait(self) -> float | None:
+        """Seconds until the next deadline, 0 if one has passed; None without any."""
+        return max(0.0, self._heap[0][0] - time.monotonic()) if self._heap else None
+
+    def expired(self, living: dict[int, Request]) -> list[Request]:
+        """The requests whose deadline has passed."""
+        if not self._heap:
+            return []
+        now = time.monotonic()
+        late: list[Request] = []
+        while self._heap and self._heap[0][0] <= now:
+            _, request_id, queued = heapq.heappop(self._heap)
+            request = living.get(request_id)
+            if (
+                request is not None
+                and request not in late
+                and not (queued and request.first_scheduled_time is not None)
+            ):
+                late.append(request)
+        return late
+
+
+def timeout_error(request: Request) -> RequestTimeoutError:
+    """What the reader of a late request gets."""
+    waited = time.monotonic() - request.arrival_time
+    if request.first_scheduled_time is None:
+        what = f"waited {waited:.2f} s without being scheduled"
+    else:
+        what = f"was not finished after {waited:.2f} s"
+    allowed = ", ".join(
+        f"{name}={value:g}"
+        for name, value in (("timeout", request.timeout), ("queue_timeout", request.queue_timeout))
+        if value is not None
+    )
+    return RequestTimeoutError(
+        f"request {request.label!r} {what} ({allowed}); the tokens made so far are on the stream",
+        request_id=request.label,
+    )

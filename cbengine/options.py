@@ -1,0 +1,90 @@
+"""What a caller may say about one request besides how it is sampled, and the keyword arguments of every way to ask."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
+
+from cbengine.config import BACKPRESSURE, EngineConfig
+from cbengine.errors import InvalidRequestError
+
+
+class RequestArguments(TypedDict, total=False):
+    """Keyword arguments of `stream`, `chat`, `generate`, `generate_batch` and `as_completed`.
+
+    The first group overrides single fields of `SamplingParams`, which documents them; the second is `RequestOptions`.
+    """
+
+    max_new_tokens: int | None
+    min_new_tokens: int
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int | None
+    stop_token_ids: tuple[int, ...] | list[int]
+    ignore_eos: bool
+
+    timeout: float | None
+    queue_timeout: float | None
+    backpressure: str | None
+    stream_buffer: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """Deadlines and backpressure of one request. `None`: no deadline, and the engine's own setting.
+
+    Raises:
+        InvalidRequestError: a value is outside what its field allows.
+    """
+
+    timeout: float | None = None
+    """Seconds from the call in which the request must be finished, else `RequestTimeoutError`. Held by the engine thread;
+    the tokens made so far stay readable."""
+    queue_timeout: float | None = None
+    """Seconds from the call in which it must have been scheduled for the first time."""
+    backpressure: str | None = None
+    """"buffer", "pause" or "abort": see `EngineConfig.backpressure`."""
+    stream_buffer: int | None = None
+    """See `EngineConfig.stream_buffer`."""
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "queue_timeout"):
+            seconds: object = getattr(self, name)
+            if seconds is None:
+                continue
+            if (
+                isinstance(seconds, bool)
+                or not isinstance(seconds, (int, float))
+                or not math.isfinite(seconds)
+                or seconds <= 0
+            ):
+                raise InvalidRequestError(f"{name} must be a number of seconds above 0, or None, got {seconds!r}")
+        if self.backpressure not in (None, *BACKPRESSURE):
+            raise InvalidRequestError(
+                f"backpressure must be one of {', '.join(BACKPRESSURE)}, got {self.backpressure!r}"
+            )
+        buffer: object = self.stream_buffer
+        if buffer is not None and (isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1):
+            raise InvalidRequestError(f"stream_buffer must be an integer of at least 1, or None, got {buffer!r}")
+
+    def resolved(self, config: EngineConfig) -> RequestOptions:
+        """A copy with the engine's settings where nothing was said."""
+        return RequestOptions(
+            timeout=self.timeout,
+            queue_timeout=self.queue_timeout,
+            backpressure=self.backpressure or config.backpressure,
+            stream_buffer=self.stream_buffer or config.stream_buffer,
+        )
+
+
+_OPTIONS = {f.name for f in fields(RequestOptions)}
+
+
+def split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], RequestOptions]:
+    """Sampling overrides, and the rest. Unknown names stay among the first, where they are refused."""
+    sampling = {name: value for name, value in arguments.items() if name not in _OPTIONS}
+    return sampling, RequestOptions(**{name: value for name, value in arguments.items() if name in _OPTIONS})
