@@ -11,6 +11,8 @@ MIN_BATCH_TOKENS = 256
 """An inferred token budget never goes under this; an explicit one may."""
 
 SCHEDULERS = ("fifo", "prefill_first")
+ADMISSION = ("optimistic", "reserve")
+PREEMPTION = ("auto", "swap", "recompute")
 BACKPRESSURE = ("buffer", "pause", "abort")
 
 
@@ -41,6 +43,21 @@ class EngineConfig:
     max_memory_percent: float | None = None
     """Share of the free memory that the engine may take for cache and workspace, in (0, 1]. Default on a CPU: a quarter,
     and no more than 2 GiB, so that it starts on a laptop beside everything else."""
+
+    allow_block_sharing: bool = True
+    """The prefix cache: pages that were computed once are used again by every request that begins with the same tokens
+    (and has the same `cache_salt`). Only where all layers have full attention; a log line says so where it is off."""
+    admission: str = "optimistic"
+    """When a waiting request is let in: "optimistic" when its known tokens fit (it may have to give way later, see
+    `preemption`), "reserve" when its longest possible answer fits too, so that nobody ever gives way."""
+    preemption: str = "auto"
+    """What becomes of a request that has to give its pages up for a while: "swap" copies them to the CPU pool and back,
+    "recompute" computes them again, "auto" does what is cheaper by what both took lately. Without a CPU pool, or where it
+    is full, they are computed again."""
+    cpu_offload_space: float | None = 0.0
+    """Size of the CPU pool for swapping, in GiB; 0 = none. None: `cpu_offload_space_safety_threshold` of the free RAM."""
+    cpu_offload_space_safety_threshold: float = 0.8
+    """Share of the free RAM that the CPU pool may take, in (0, 1]."""
 
     # --- the batch -------------------------------------------------------------------------------------------------
     max_batch_tokens: int | None = None
@@ -88,6 +105,14 @@ class EngineConfig:
         _integer(self, "max_queued_tokens", 0)
         _integer(self, "stream_buffer", 1)
         _check(self.backpressure in BACKPRESSURE, ValueError, "backpressure", self, f"one of {', '.join(BACKPRESSURE)}")
+        _check(self.allow_block_sharing in (True, False), TypeError, "allow_block_sharing", self, "a bool")
+        _check(self.admission in ADMISSION, ValueError, "admission", self, f"one of {', '.join(ADMISSION)}")
+        _check(self.preemption in PREEMPTION, ValueError, "preemption", self, f"one of {', '.join(PREEMPTION)}")
+        space = self.cpu_offload_space
+        if space is not None:
+            _check(_is_number(space) and space >= 0, ValueError, "cpu_offload_space", self, "at least 0 (GiB), or None")
+        share = self.cpu_offload_space_safety_threshold
+        _check(_is_number(share) and 0 < share <= 1, ValueError, "cpu_offload_space_safety_threshold", self, "in (0, 1]")
         percent = self.max_memory_percent
         if percent is not None:
             _check(_is_number(percent) and 0 < percent <= 1, ValueError, "max_memory_percent", self, "in (0, 1]")

@@ -22,7 +22,13 @@ from cbengine.bridge.reply import Reply
 from cbengine.cache.sizing import MemoryPlan
 from cbengine.config import EngineConfig
 from cbengine.devices.choose import make_device
-from cbengine.errors import EngineError, EngineNotStartedError, EngineStoppedError, UnsupportedFeatureError
+from cbengine.errors import (
+    CBEngineError,
+    EngineError,
+    EngineNotStartedError,
+    EngineStoppedError,
+    UnsupportedFeatureError,
+)
 from cbengine.execution.noise import derive_seed
 from cbengine.execution.worker import Loaded, Worker, WorkerState, dead_error
 from cbengine.loading import load
@@ -253,6 +259,22 @@ class AsyncEngine:
         index: int = 0,
         add_special_tokens: bool = True,
     ) -> TokenStream:
+        try:
+            return self._accept(prompt, params, request_id, arguments, index, add_special_tokens)
+        except CBEngineError as error:
+            if error.request_id is None and isinstance(request_id, str):
+                error.request_id = request_id
+            raise
+
+    def _accept(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        arguments: Mapping[str, Any],
+        index: int,
+        add_special_tokens: bool,
+    ) -> TokenStream:
         worker = self._running()
         prompts = self._reader(worker)
         port = self._ports.current()
@@ -312,6 +334,7 @@ class AsyncEngine:
             UnsupportedFeatureError: the model has no chat template, or the engine no tokenizer.
             InvalidRequestError: the template cannot take these messages. And what `stream` raises.
         """
+        self._running()  # an engine that does not run says so, whatever the messages are
         options = dict(template_options or {})
         if tools is not None:
             options["tools"] = list(tools)

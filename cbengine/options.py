@@ -26,6 +26,8 @@ class RequestArguments(TypedDict, total=False):
     seed: int | None
     stop_token_ids: tuple[int, ...] | list[int]
     ignore_eos: bool
+    stop: str | tuple[str, ...] | list[str]
+    include_stop_str_in_output: bool
 
     timeout: float | None
     queue_timeout: float | None

@@ -62,12 +62,19 @@ class PromptReader:
                 raise InvalidRequestError(
                     f"stop_token_ids has {token}, but the vocabulary ends at {self._spec.vocab_size - 1}"
                 )
+        if resolved.stop and self._tokenizer is None:
+            raise UnsupportedFeatureError(
+                "stop strings need text, and this engine has no tokenizer: use stop_token_ids, or make it with `tokenizer=`"
+            )
         return resolved
 
     def label(self, given: str | None, number: int) -> str:
         """The request's label: the caller's, or one made from its number."""
         if given is None:
-            return f"request-{number}"
+            label = f"request-{number}"
+            while self.worker.registry.is_alive(label):  # a caller's own label may look like one of ours
+                label += "'"
+            return label
         if not isinstance(given, str) or not given:
             raise InvalidRequestError(f"request_id must be a string that is not empty, or None, got {given!r}")
         return given
@@ -117,7 +124,7 @@ class PromptReader:
     def _check_ids(self, prompt: Sequence[int], label: str) -> np.ndarray:
         try:
             ids = np.asarray(prompt)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor that is part of a graph
             raise InvalidRequestError(f"a prompt is text or token ids: {error}", request_id=label) from None
         if ids.ndim == 1 and not len(ids):
             raise EmptyPromptError("the prompt has no tokens; it needs at least one", request_id=label)

@@ -47,6 +47,11 @@ class SamplingParams:
     """Tokens that end the answer, besides the model's end-of-sequence tokens."""
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence tokens. `stop_token_ids` still end the answer."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer where they first appear in its text (one string may be given as it is). Source: the
+    OpenAI API, and `stop_strings` of transformers. Not looked for in the first `min_new_tokens` tokens."""
+    include_stop_str_in_output: bool = False
+    """Let the stop string that ended the answer be part of its text. Source: vLLM."""
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
@@ -67,6 +72,8 @@ class SamplingParams:
         put("seed", _integer("seed", self.seed, high=_MAX_SEED, optional=True))
         put("stop_token_ids", _token_ids(self.stop_token_ids))
         _flag("ignore_eos", self.ignore_eos)
+        put("stop", _strings("stop", self.stop))
+        _flag("include_stop_str_in_output", self.include_stop_str_in_output)
 
     def merged(self, **overrides: Any) -> SamplingParams:
         """A copy with some fields replaced. Raises `InvalidRequestError` for a field that does not exist."""
@@ -122,6 +129,18 @@ def _token_ids(value: object) -> tuple[int | None, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise InvalidRequestError(f"stop_token_ids must be a sequence of token ids, got {value!r}")
     return tuple(_integer("every one of stop_token_ids", i) for i in cast(Iterable[object], value))
+
+
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    """`value` as a tuple of strings, none of them empty; a string counts as one. Raises `InvalidRequestError`."""
+    if isinstance(value, str):
+        value = (value,)
+    if value is None:
+        value = ()
+    strings = tuple(cast(Iterable[object], value)) if isinstance(value, (list, tuple)) else None
+    if strings is None or not all(isinstance(item, str) and item for item in strings):
+        raise InvalidRequestError(f"{name} must be a string or a list of strings, none of them empty, got {value!r}")
+    return cast(tuple[str, ...], strings)
 
 
 def _number(name: str, value: object, *, high: float | None) -> float | None:

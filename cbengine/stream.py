@@ -31,7 +31,18 @@ class TokenStream:
     collector's hook.
     """
 
-    __slots__ = ("__weakref__", "_buffer", "_cancel", "_closed", "_cursor", "_exhausted", "_index", "_left", "_reading")
+    __slots__ = (
+        "__weakref__",
+        "_buffer",
+        "_cancel",
+        "_cancelled",
+        "_closed",
+        "_cursor",
+        "_exhausted",
+        "_index",
+        "_left",
+        "_reading",
+    )
 
     def __init__(self, buffer: StreamBuffer, cancel: Callable[[], None], index: int = 0) -> None:
         self._buffer = buffer
@@ -39,6 +50,7 @@ class TokenStream:
         self._index = index
         self._cursor = 0
         self._left = False  # cancel() was called, or the reader has gone
+        self._cancelled = False  # and the answer had not ended by then, as far as was known here
         self._closed = False  # aclose() was called
         self._reading = False
         self._exhausted = False
@@ -153,13 +165,13 @@ class TokenStream:
             StreamError: it has not ended yet. And what `result` raises.
         """
         buffer = self._buffer
-        if self._closed and buffer.reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        reason = self.finish_reason
+        if self._closed and reason not in (FinishReason.STOP, FinishReason.LENGTH):
             raise StreamClosedError(
                 f"stream {self.request_id!r} was closed before its answer was complete", request_id=self.request_id
             )
         if buffer.error is not None and not self._left:
             raise buffer.error
-        reason = self.finish_reason
         if reason is None:
             raise StreamError(
                 f"stream {self.request_id!r} has not ended yet; await result()", request_id=self.request_id
@@ -188,6 +200,7 @@ class TokenStream:
         if not self._left:
             self._left = True
             if self._buffer.reason is None:
+                self._cancelled = True
                 self._cancel()
                 self._buffer.port.post(self._buffer.wake)
 
@@ -236,10 +249,9 @@ class TokenStream:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None while the answer is being made. `cancelled` as soon as `cancel` was called on an unfinished answer."""
-        if self._buffer.reason is None and self._left:
-            return FinishReason.CANCELLED
-        return self._buffer.reason
+        """None while the answer is being made. `cancelled` for good as soon as `cancel` was called on an answer whose end
+        had not come yet, even if that end was on its way."""
+        return FinishReason.CANCELLED if self._cancelled else self._buffer.reason
 
     @property
     def usage(self) -> Usage:

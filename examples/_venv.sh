@@ -96,5 +96,5 @@ prepare_venv() {
 
 # Lay down the named models (smollm2, gemma3), unless they are there.
 prepare_models() {
-  "$VENV_PYTHON" "$ROOT/examples/get_models.py" "$@" || fail "could not lay down the models: $*"
+  "$VENV_PYTHON" "$ROOT/examples/get_models.py" "$@" >/dev/null || fail "could not lay down the models: $*"
 }

@@ -83,7 +83,8 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """Causal attention of `query` [T, num_heads, head_dim] over each sequence's pages: [T, num_heads, head_dim].
 
-        Reads what `write` has put there in this step and before. Query head h reads KV head
+        Reads what `write` has put there in this step and before, and with a window only the pages inside it: the others
+        may be somebody else's by now. Query head h reads KV head
         h // (num_heads // num_kv_heads). `scale` multiplies the scores; `window` is the number of tokens that a token
         sees, itself included; `softcap` bounds the scaled scores to (-softcap, softcap) by tanh, before masking;
         `sinks` [num_heads] adds one score for each head to the softmax that no value belongs to.

@@ -80,11 +80,13 @@ class EagerBackend(AttentionBackend):
             context = int(inputs.host_context_lens[seq])
             if first == last or context == 0:
                 continue
-            key, value = self._read(layer, seq, context)
-            at = torch.arange(context, device=query.device)
+            # Pages behind the window of the first query are not the sequence's any more.
+            low = 0 if window is None else max(0, context - (last - first) - window + 1)
+            key, value = self._read(layer, seq, low, context)
+            at = torch.arange(low, context, device=query.device)
             for begin in range(first, last, _ROWS):
                 end = min(begin + _ROWS, last)
-                rows = at[context - (last - begin) : context - (last - end), None]
+                rows = at[context - low - (last - begin) : context - low - (last - end), None]
                 visible = at <= rows
                 if window is not None:
                     visible &= at > rows - window
@@ -94,10 +96,11 @@ class EagerBackend(AttentionBackend):
                 )[0]
         return out
 
-    def _read(self, layer: LayerKV, seq: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one sequence, [1, context, num_kv_heads, head_dim]."""
-        pages = -(-context // self._page_size)
-        blocks = self._inputs.block_tables[seq, :pages].long()
-        key = layer.key[blocks].flatten(0, 1)[None, :context]
-        value = layer.value[blocks].flatten(0, 1)[None, :context]
+    def _read(self, layer: LayerKV, seq: int, low: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one sequence from token `low` on, [1, context - low, num_kv_heads, head_dim]."""
+        first, pages = low // self._page_size, -(-context // self._page_size)
+        blocks = self._inputs.block_tables[seq, first:pages].long()
+        wanted = slice(low - first * self._page_size, context - first * self._page_size)
+        key = layer.key[blocks].flatten(0, 1)[None, wanted]
+        value = layer.value[blocks].flatten(0, 1)[None, wanted]
         return key, value

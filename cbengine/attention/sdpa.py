@@ -19,7 +19,6 @@ import torch.nn.functional as F
 
 from cbengine.attention.base import AttentionBackend, LayerKV, write_index
 from cbengine.attention.eager import attention_math
-from cbengine.cache.geometry import READ_BLOCK
 
 if TYPE_CHECKING:
     from cbengine.execution.inputs import StepInputs
@@ -32,7 +31,7 @@ _ROWS = 256
 
 @dataclass(slots=True)
 class _Gather:
-    """Cached tokens to read: int64 [batch * length] pairs of block and offset; padding reads row 0 of `READ_BLOCK`."""
+    """Cached tokens to read: int64 [batch * length] pairs of block and offset."""
 
     batch: int
     length: int
@@ -195,21 +194,17 @@ class SdpaBackend(AttentionBackend):
         return gather, pieces
 
     def _gather(self, seqs: np.ndarray, lows: np.ndarray, lengths: np.ndarray) -> _Gather:
-        """Tokens `lows` to `lows + lengths` of each sequence, padded to the longest."""
+        """Tokens `lows` to `lows + lengths` of each sequence, padded to the longest with the first of them."""
         table = self._inputs.block_tables
         device = table.device
         length = int(lengths.max())
-        positions = torch.from_numpy(lows).to(device)[:, None] + torch.arange(length, device=device)
-        valid = None
+        steps = torch.arange(length, device=device)
         if lengths.min() != length:
-            valid = torch.arange(length, device=device) < torch.from_numpy(lengths).to(device)[:, None]
-            positions *= valid
+            # A masked token still is multiplied by 0, so it must be finite: it is one of the sequence's own.
+            steps = steps * (steps < torch.from_numpy(lengths).to(device)[:, None])
+        positions = torch.from_numpy(lows).to(device)[:, None] + steps
         blocks = table[torch.from_numpy(seqs).to(device)].long().gather(1, positions // self._page_size)
-        offsets = positions % self._page_size
-        if valid is not None:
-            blocks.masked_fill_(~valid, READ_BLOCK)
-            offsets.masked_fill_(~valid, 0)
-        return _Gather(len(seqs), length, blocks.flatten(), offsets.flatten())
+        return _Gather(len(seqs), length, blocks.flatten(), (positions % self._page_size).flatten())
 
     def _causal_mask(self, rows: int, before: int, window: int | None, query: torch.Tensor) -> torch.Tensor:
         """Additive [rows, before + rows]: row i sees `before + i + 1` columns, or the last `window` of them.

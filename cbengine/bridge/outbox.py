@@ -42,6 +42,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._pending: dict[LoopPort, list[Delivery]] = {}
+        self._gone: set[LoopPort] = set()
         self.wakeups = 0
         """Posts to event loops so far."""
 
@@ -64,6 +65,8 @@ class Outbox:
     def _add(self, reader: StreamBuffer, delivery: Delivery) -> None:
         port = reader.port
         if port.closed:
+            # Known already, perhaps from another thread's post, or from before this request was taken in.
+            self._gone.add(port)
             return
         items = self._pending.get(port)
         if items is None:
@@ -72,13 +75,16 @@ class Outbox:
 
     def flush(self) -> None:
         """Post what has been queued: one wake-up for each loop."""
-        if not self._pending:
-            return
-        pending, self._pending = self._pending, {}
-        now = time.monotonic()
-        for port, items in pending.items():
-            self.wakeups += 1
-            if not port.post(deliver, items, now):
+        if self._pending:
+            pending, self._pending = self._pending, {}
+            now = time.monotonic()
+            for port, items in pending.items():
+                self.wakeups += 1
+                if not port.post(deliver, items, now):
+                    self._gone.add(port)
+        while self._gone:
+            gone, self._gone = self._gone, set()
+            for port in gone:
                 self.on_closed(port)
 
 

@@ -4,60 +4,63 @@ from __future__ import annotations
 
 import numpy as np
 
-from cbengine.cache.geometry import READ_BLOCK, CacheGeometry
-from cbengine.cache.pool import CachePool
+from cbengine.cache.blocks import BlockPool
+from cbengine.cache.geometry import READ_BLOCK
 
 
 class FullAttentionCacheAllocator:
-    """The block tables of all rows, over one pool. Engine thread only.
+    """The block tables of all rows, over one pool of blocks. Engine thread only.
 
-    `tables`: int32 [rows, width], entries past a row's length are the reserved read block.
-    `lengths`: int64 [rows], blocks held by each row.
+    `tables`: int32 [rows, width], entry i is the block of page i; what a row does not hold is the reserved read block.
+    `firsts`, `lengths`: int64 [rows]; a row holds its pages `firsts` to `lengths - 1`.
     """
 
-    def __init__(self, geometry: CacheGeometry, pool: CachePool, rows: int, max_len: int) -> None:
-        self._geometry = geometry
-        self._pool = pool
-        width = min(geometry.blocks_for(max_len), pool.capacity)
+    def __init__(self, blocks: BlockPool, rows: int, width: int) -> None:
+        self.blocks = blocks
         self.tables = np.full((rows, width), READ_BLOCK, np.int32)
+        self.firsts = np.zeros(rows, np.int64)
         self.lengths = np.zeros(rows, np.int64)
-        self._used = 0
-        self._retired = 0
 
-    @property
-    def num_free(self) -> int:
-        return self._pool.num_free
+    def peak(self, pages: int, tokens_ahead: int = 0) -> int:
+        """Most blocks that a sequence of `pages` pages holds at once."""
+        return pages
 
-    @property
-    def num_used(self) -> int:
-        """Blocks held by rows, those on their way back included."""
-        return self._used
+    def first_page(self, position: int) -> int:
+        """The first page that a query at `position` reads."""
+        return 0
 
-    @property
-    def num_retired(self) -> int:
-        """Blocks of rows that ended or were preempted, which return when their fence has committed."""
-        return self._retired
+    def missing(self, row: int, pages: int) -> int:
+        """Blocks that the row lacks for its first `pages` pages."""
+        return max(0, pages - int(self.lengths[row]))
 
-    def grow(self, row: int, blocks: int) -> list[int] | None:
-        """Let `row` hold `blocks` blocks in all. Returns the new ones, or None (and changes nothing) without room."""
-        held = int(self.lengths[row])
-        taken = self._pool.take(max(0, blocks - held))
-        if taken:
-            self.tables[row, held:blocks] = taken
-            self.lengths[row] = blocks
-            self._used += len(taken)
+    def grow(self, row: int, pages: int) -> list[int]:
+        """Let `row` reach up to page `pages`. Returns the new blocks. There must be room."""
+        length = int(self.lengths[row])
+        if pages <= length:
+            return []
+        taken = self.blocks.take(pages - length)
+        self.tables[row, length:pages] = taken
+        self.lengths[row] = pages
         return taken
+
+    def place(self, row: int, first: int, length: int) -> None:
+        """An empty row starts with page `first`, of which it holds `length - first` that others hold too, filled in
+        by the caller."""
+        assert not self.lengths[row], "the row is not empty"
+        self.firsts[row], self.lengths[row] = first, length
+
+    def held(self, row: int) -> np.ndarray:
+        """The row's blocks, int32, by page; a view."""
+        return self.tables[row, self.firsts[row] : self.lengths[row]]
 
     def retire(self, row: int) -> None:
         """The row's blocks are on their way back: nothing new is written to them."""
-        self._retired += int(self.lengths[row])
+        self.blocks.retire(self.held(row))
 
-    def release(self, row: int) -> None:
-        """Return the row's blocks to the pool. Only for rows that were retired."""
-        held = int(self.lengths[row])
+    def release(self, row: int) -> list[int]:
+        """The row holds nothing any more. Returns the blocks that nobody owns now, the sequence's first one last."""
         # Backwards, so that the sequence's first block is the last one given and the next one taken.
-        self._pool.give(self.tables[row, :held][::-1].tolist())
-        self.tables[row, :held] = READ_BLOCK
-        self.lengths[row] = 0
-        self._used -= held
-        self._retired -= held
+        gone = self.blocks.release(self.held(row)[::-1].copy())
+        self.tables[row, : self.lengths[row]] = READ_BLOCK
+        self.firsts[row] = self.lengths[row] = 0
+        return gone

@@ -8,16 +8,17 @@ from cbengine.cache.geometry import RESERVED_CHUNKS
 
 
 class CachePool:
-    """`num_chunks` chunks, of which the first `RESERVED_CHUNKS` are never handed out.
+    """`num_chunks` chunks, of which the first `reserved` are never handed out.
 
     Last in, first out: a chunk that was just freed is the likeliest to be in the processor's caches still.
     """
 
-    def __init__(self, num_chunks: int) -> None:
-        if num_chunks <= RESERVED_CHUNKS:
-            raise ValueError(f"a pool needs more than its {RESERVED_CHUNKS} reserved chunks, got {num_chunks}")
+    def __init__(self, num_chunks: int, reserved: int = RESERVED_CHUNKS) -> None:
+        if num_chunks <= reserved:
+            raise ValueError(f"a pool needs more than its {reserved} reserved chunks, got {num_chunks}")
         self.num_chunks = num_chunks
-        self._free = list(range(num_chunks - 1, RESERVED_CHUNKS - 1, -1))
+        self.reserved = reserved
+        self._free = list(range(num_chunks - 1, reserved - 1, -1))
         self._is_free = bytearray(num_chunks)
         for chunk in self._free:
             self._is_free[chunk] = 1
@@ -25,7 +26,7 @@ class CachePool:
     @property
     def capacity(self) -> int:
         """Chunks that can be handed out at all."""
-        return self.num_chunks - RESERVED_CHUNKS
+        return self.num_chunks - self.reserved
 
     @property
     def num_free(self) -> int:
@@ -46,7 +47,7 @@ class CachePool:
     def give(self, chunks: Iterable[int]) -> None:
         """Return chunks. Returning one that is free, or reserved, is a defect of the engine and raises."""
         for chunk in chunks:
-            if chunk < RESERVED_CHUNKS or self._is_free[chunk]:
+            if chunk < self.reserved or self._is_free[chunk]:
                 raise AssertionError(f"chunk {chunk} was returned, but nobody has it")
             self._is_free[chunk] = 1
             self._free.append(chunk)

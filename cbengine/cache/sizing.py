@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import psutil
+
 from cbengine.cache.geometry import RESERVED_CHUNKS, CacheGeometry
 from cbengine.config import MIN_BATCH_TOKENS, EngineConfig
 from cbengine.devices.base import MemoryInfo
@@ -108,7 +110,7 @@ def _fit_cache(plan: MemoryPlan, config: EngineConfig, geometry: CacheGeometry, 
     largest_use = plan.max_requests * geometry.blocks_for(plan.max_model_len)
     blocks = config.num_blocks
     if blocks is None:
-        blocks = min(spare // geometry.chunk_bytes, largest_use)
+        blocks = min(spare // geometry.chunk_bytes * geometry.chunk_bytes // geometry.block_bytes, largest_use)
         if blocks < 1:
             raise ValueError(
                 f"no room for a cache: {budget / 2**20:.0f} MiB may be used, the workspace takes "
@@ -116,4 +118,16 @@ def _fit_cache(plan: MemoryPlan, config: EngineConfig, geometry: CacheGeometry, 
                 f"{geometry.chunk_bytes / 2**20:.1f} MiB; raise max_memory_percent, or lower page_size, max_batch_tokens or "
                 "max_requests_per_batch, or set num_blocks"
             )
-    return replace(plan, num_blocks=blocks, kv_bytes=(blocks + RESERVED_CHUNKS) * geometry.chunk_bytes)
+    return replace(plan, num_blocks=blocks, kv_bytes=(geometry.chunks_for(blocks) + RESERVED_CHUNKS) * geometry.chunk_bytes)
+
+
+def swap_chunks(config: EngineConfig, geometry: CacheGeometry) -> int:
+    """Chunks of the CPU pool for swapping; 0 = none."""
+    space = config.cpu_offload_space
+    if config.preemption == "recompute" or space == 0:
+        return 0
+    if space is None:
+        available = psutil.virtual_memory().available * config.cpu_offload_space_safety_threshold
+    else:
+        available = space * 2**30
+    return int(available) // geometry.chunk_bytes

@@ -35,9 +35,17 @@ class Filled:
     """int64 [N]."""
     host_query_starts: np.ndarray
     host_context_lens: np.ndarray
-    host_block_tables: np.ndarray
+    host_tables: np.ndarray
+    """[G, S, W] the block tables of each attention type."""
     flags: tuple[bool, bool, bool, bool]
     """any_random, any_top_k, any_top_p, any_min_p."""
+    copies: list[list[tuple[int, int]]]
+    """For each attention type: blocks (from, to) to be copied before the step."""
+
+    @property
+    def host_block_tables(self) -> np.ndarray:
+        """[S, W] those of the first attention type."""
+        return self.host_tables[0]
 
 
 class BatchFiller:
@@ -52,9 +60,8 @@ class BatchFiller:
         """Write the inputs of `plan`, whose tokens are already counted in `planned`, into `slot`."""
         assert slot.state is SlotState.FREE
         table = self._rows
-        decode_rows, chunks = plan.decode_rows, plan.chunks
-        d = len(decode_rows)
-        rows = np.concatenate([decode_rows, np.fromiter((c.row for c in chunks), np.int64, len(chunks))])
+        d, chunks = plan.num_decodes, plan.chunks
+        rows = plan.rows
         counts = np.ones(len(rows), np.int64)
         counts[d:] = [c.count for c in chunks]
         ends = table.planned[rows]
@@ -62,8 +69,9 @@ class BatchFiller:
         sampling[d:] = [c.last for c in chunks]
         sample_rows = rows[sampling]
         banned = self._banned(sample_rows, ends[sampling])
-        width = int(self._cache.lengths[rows].max())
-        layout = Layout.of(StepSizes(int(counts.sum()), len(rows), width, len(sample_rows), len(banned)))
+        width = self._cache.blocks_for(int(ends.max()))
+        groups = self._cache.group_tables
+        layout = Layout.of(StepSizes(int(counts.sum()), len(rows), width, len(sample_rows), len(banned), len(groups)))
         slot.reserve(layout.words)
 
         self._fill_tokens(slot, layout, plan, ends)
@@ -74,14 +82,16 @@ class BatchFiller:
         slot.ints(layout, "rows")[:] = rows
         slot.ints(layout, "sample_index")[:] = (starts[1:] - 1)[sampling]
         slot.ints(layout, "sample_rows")[:] = sample_rows
-        tables = slot.ints(layout, "block_tables").reshape(len(rows), width)
-        np.take(self._cache.tables[:, :width], rows, axis=0, out=tables)
+        tables = slot.ints(layout, "block_tables").reshape(len(groups), len(rows), width)
+        for group, out in zip(groups, tables, strict=True):
+            np.take(group[:, :width], rows, axis=0, out=out)
         flags = self._fill_sampling(slot, layout, sample_rows, ends[sampling])
         slot.ints(layout, "banned_rows")[:] = banned[:, 0]
         slot.ints(layout, "banned_tokens")[:] = banned[:, 1]
         slot.state = SlotState.FILLED
         lens = slot.ints(layout, "context_lens")
-        return Filled(plan, layout, rows, counts, sample_rows, starts, lens, tables, flags)
+        copies = self._cache.take_copies()
+        return Filled(plan, layout, rows, counts, sample_rows, starts, lens, tables, flags, copies)
 
     def _fill_tokens(self, slot: Slot, layout: Layout, plan: StepPlan, ends: np.ndarray) -> None:
         table, d = self._rows, plan.num_decodes
@@ -143,6 +153,8 @@ def device_inputs(slot: Slot, filled: Filled) -> StepInputs:
     layout, sizes = filled.layout, filled.layout.sizes
     view = {name: slot.tensor(layout, name) for name in layout.starts}
     any_random, any_top_k, any_top_p, any_min_p = filled.flags
+    tables = view["block_tables"].view(sizes.groups, sizes.seqs, sizes.width)
+    several = sizes.groups > 1
     return StepInputs(
         num_tokens=sizes.tokens,
         num_seqs=sizes.seqs,
@@ -154,12 +166,14 @@ def device_inputs(slot: Slot, filled: Filled) -> StepInputs:
         positions=view["positions"],
         query_starts=view["query_starts"],
         context_lens=view["context_lens"],
-        block_tables=view["block_tables"].view(sizes.seqs, sizes.width),
+        block_tables=tables[0],
         rows=view["rows"],
         sample_index=view["sample_index"],
         host_query_starts=filled.host_query_starts,
         host_context_lens=filled.host_context_lens,
-        host_block_tables=filled.host_block_tables,
+        host_block_tables=filled.host_tables[0],
+        group_tables=tuple(tables) if several else (),
+        host_group_tables=tuple(filled.host_tables) if several else (),
         sampling=SamplingInputs(
             temperature=view["temperature"].view(torch.float32),
             top_k=view["top_k"],

@@ -12,7 +12,8 @@ from cbengine.bridge.inbox import Inbox
 from cbengine.bridge.outbox import Outbox
 from cbengine.cache.geometry import RESERVED_CHUNKS, CacheGeometry, layer_views
 from cbengine.cache.manager import CacheManager
-from cbengine.cache.sizing import MemoryPlan, plan_memory
+from cbengine.cache.sizing import MemoryPlan, plan_memory, swap_chunks
+from cbengine.cache.swap import SwapCosts, SwapSpace
 from cbengine.config import EngineConfig
 from cbengine.devices.base import Device
 from cbengine.execution.batch import BatchFiller
@@ -20,6 +21,7 @@ from cbengine.execution.commit import Committer
 from cbengine.execution.loop import LoopParts, StepLoop
 from cbengine.execution.pipeline import Pipeline, Sampler
 from cbengine.execution.sampler import sample
+from cbengine.execution.swapping import BlockMover
 from cbengine.models.base import ModelRunner
 from cbengine.observe.counters import Counters
 from cbengine.scheduling.admission import Registry
@@ -77,9 +79,12 @@ def build(
         }
     )
     geometry = CacheGeometry.of(spec, config.page_size)
-    pool = device.device_buffer(((memory.num_blocks + RESERVED_CHUNKS) * geometry.chunk_bytes,), torch.uint8)
+    chunks = geometry.chunks_for(memory.num_blocks) + RESERVED_CHUNKS
+    pool = device.device_buffer((chunks * geometry.chunk_bytes,), torch.uint8)
     runner.bind(layer_views(pool, geometry), config.page_size)
-    loop = StepLoop(_parts(config, memory, geometry, runner, device, inbox, registry, make_detokenizer, sampler))
+    if config.allow_block_sharing and any(group.window is not None for group in geometry.groups):
+        logger.info("%s: no prefix cache, because it has layers with a sliding window", spec.name)
+    loop = StepLoop(_parts(config, memory, geometry, pool, runner, device, inbox, registry, make_detokenizer, sampler))
     return Built(loop, memory, config, pool)
 
 
@@ -87,6 +92,7 @@ def _parts(
     config: EngineConfig,
     memory: MemoryPlan,
     geometry: CacheGeometry,
+    pool: torch.Tensor,
     runner: ModelRunner,
     device: Device,
     inbox: Inbox,
@@ -103,10 +109,23 @@ def _parts(
 
     checked = on_assign if device.checks else None
     rows = RowTable(num_rows, memory.max_model_len, checked)
-    cache = CacheManager(geometry, memory.num_blocks, num_rows + 1, memory.max_model_len, checked)
-    budgets = Budgets(memory.max_batch_tokens, memory.max_requests, pages_read=cache.capacity)
+    cache = CacheManager(
+        geometry,
+        memory.num_blocks,
+        num_rows + 1,
+        memory.max_model_len,
+        checked,
+        sharing=config.allow_block_sharing,
+        tokens_ahead=2 * memory.max_batch_tokens,
+    )
+    cache.swap = _swap_space(config, geometry, pool, device)
+    # Pages are counted as often as they are read: those that several requests share, for each of them.
+    budgets = Budgets(
+        memory.max_batch_tokens, memory.max_requests, pages_read=memory.max_requests * cache.tables.shape[1]
+    )
     lifecycle = Lifecycle(rows, cache)
-    scheduler = _SCHEDULERS[config.scheduler_type](rows, cache, lifecycle, budgets, config.margin)
+    reserve = config.admission == "reserve"
+    scheduler = _SCHEDULERS[config.scheduler_type](rows, cache, lifecycle, budgets, config.margin, reserve=reserve)
     outbox = Outbox()
     pipeline = Pipeline(
         device,
@@ -116,6 +135,8 @@ def _parts(
         max_tokens=memory.max_batch_tokens,
         max_seqs=memory.max_requests,
         width=cache.tables.shape[1],
+        geometry=geometry,
+        pool=pool,
         sampler=sampler,
     )
     return LoopParts(
@@ -133,3 +154,13 @@ def _parts(
         requests={},
         make_detokenizer=make_detokenizer,
     )
+
+
+def _swap_space(config: EngineConfig, geometry: CacheGeometry, pool: torch.Tensor, device: Device) -> SwapSpace | None:
+    """The CPU pool, if there is to be one."""
+    chunks = swap_chunks(config, geometry)
+    if not chunks:
+        return None
+    host = device.host_buffer((chunks * geometry.chunk_bytes,), torch.uint8)
+    costs = SwapCosts(config.preemption)
+    return SwapSpace(geometry, chunks, BlockMover(device, geometry, pool, host, costs), costs)

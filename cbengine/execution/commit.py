@@ -45,6 +45,7 @@ class Committer:
         """The step computed `filled` and sampled `ids`, int32 [N]."""
         table = self._rows
         table.computed[filled.rows] += filled.counts
+        self._lifecycle.advance(filled.rows)
         self.prompt_tokens += int(filled.counts[filled.plan.num_decodes :].sum())
         alive = table.status[filled.sample_rows] != DEAD
         rows, ids = filled.sample_rows[alive], ids[alive]
@@ -70,22 +71,28 @@ class Committer:
             request = requests[row]
             assert request is not None
             try:
-                text = self._text(request, token_id, end)
+                text, hit = self._text(request, token_id, end)
             except Exception as error:  # whatever a tokenizer does, only the request that it was made for fails
                 self._fail(request, error)
                 continue
             sink.token(request.reader, token_id, text)
-            if end:
-                reason = FinishReason.STOP if stop else FinishReason.LENGTH
+            if end or hit:
+                reason = FinishReason.STOP if stop or hit else FinishReason.LENGTH
                 self._lifecycle.transition(request, RequestStatus.FINISHED, reason)
 
     @staticmethod
-    def _text(request: Request, token_id: int, last: bool) -> str:
-        detokenizer = request.detokenizer
+    def _text(request: Request, token_id: int, last: bool) -> tuple[str, bool]:
+        """The text that this token makes certain, and whether a stop string is complete in it."""
+        detokenizer, stops = request.detokenizer, request.stops
         if detokenizer is None:
-            return ""
+            return "", False
         text = detokenizer.push(token_id)
-        return text + detokenizer.flush() if last else text
+        if last:
+            text += detokenizer.flush()
+        if stops is None:
+            return text, False
+        text, hit = stops.push(text)
+        return (text + stops.flush() if last and not hit else text), hit
 
     def unread(self, request: Request) -> int:
         """Tokens of a request that its reader has not taken. `reader.read` is the reader's own count, one int."""
@@ -108,9 +115,9 @@ class Committer:
         )
         self._lifecycle.transition(request, RequestStatus.FAILED, FinishReason.ERROR, error)
 
-    def fail(self, filled: Filled, error: BaseException) -> None:
-        """The step raised: the requests it was computing fail, everyone else goes on (I14)."""
-        for row in filled.rows.tolist():
+    def fail(self, rows: np.ndarray, error: BaseException) -> None:
+        """A step raised: the requests of `rows`, which it was computing, fail, and everyone else goes on (I14)."""
+        for row in rows.tolist():
             request = self._request(row)
             if not request.status.ended:
                 self._fail(request, error)

@@ -8,7 +8,7 @@ to the reserved blocks of the cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -67,3 +67,15 @@ class StepInputs:
     host_block_tables: np.ndarray
     """Host copies of the same name's tensors: stable while the step runs (I6)."""
     sampling: SamplingInputs
+    group_tables: tuple[torch.Tensor, ...] = ()
+    """Of a model with several attention types: the block tables of each (`cache.geometry.group_of_layers` says which layer
+    reads which); `block_tables` is the first of them. Pages behind a window are not there: their entries name a reserved
+    block, or a block that is somebody else's by now, so that only pages inside the window may be read."""
+    host_group_tables: tuple[np.ndarray, ...] = ()
+
+    def of_group(self, index: int) -> StepInputs:
+        """The same step as the layers of one attention type see it."""
+        if not self.group_tables:
+            return self
+        tables, host = self.group_tables[index], self.host_group_tables[index]
+        return replace(self, block_tables=tables, host_block_tables=host)

@@ -21,7 +21,8 @@ from cbengine.errors import EngineStoppedError, RequestFailedError
 from cbengine.execution.batch import BatchFiller
 from cbengine.execution.commit import Committer, failure
 from cbengine.execution.deadlines import Deadlines, timeout_error
-from cbengine.execution.pipeline import Pipeline
+from cbengine.execution.pipeline import Launched, Pipeline
+from cbengine.execution.slots import SlotState
 from cbengine.observe.counters import Counters
 from cbengine.outputs import FinishReason, RequestStatus
 from cbengine.scheduling.admission import Registry
@@ -29,6 +30,7 @@ from cbengine.scheduling.base import Scheduler
 from cbengine.scheduling.lifecycle import Lifecycle
 from cbengine.scheduling.request import Request
 from cbengine.scheduling.rows import RowTable
+from cbengine.text.stop import StopMatcher
 
 
 @dataclass(slots=True)
@@ -64,6 +66,7 @@ class StepLoop:
         self._pause_replies: list[Callable[[], object]] = []
         self._draining = False
         self._stopping = False
+        self._committed_at = 0.0
 
     @property
     def stopped(self) -> bool:
@@ -95,8 +98,10 @@ class StepLoop:
         if parts.pipeline.num_in_flight and (parts.pipeline.full or not launched):
             self._commit()
             committed = True
-        if not launched and not committed and not self._pauses and not self._stopping:
-            launched = self._unstick()
+        if not launched and not committed:
+            launched = parts.lifecycle.wait_for_transfers()
+            if not launched and not self._pauses and not self._stopping:
+                launched = self._unstick()
         if self._pause_replies and not parts.pipeline.num_in_flight:
             self._acknowledge_pauses()
         parts.outbox.flush()
@@ -134,6 +139,10 @@ class StepLoop:
         if parts.make_detokenizer is not None:
             try:
                 request.detokenizer = parts.make_detokenizer()
+                params = request.params
+                if params.stop:
+                    include, after = params.include_stop_str_in_output, params.min_new_tokens
+                    request.stops = StopMatcher(params.stop, include=include, after=after)
             except Exception as error:
                 self.end(request, RequestStatus.FAILED, FinishReason.ERROR, failure(request.label, error))
                 return
@@ -185,6 +194,7 @@ class StepLoop:
     # --- steps -----------------------------------------------------------------------------------------------------
 
     def _launch(self) -> bool:
+        """Prepare and launch the next step. False if there is none, or no slot for it."""
         parts = self.parts
         if self._pauses or self._stopping or parts.pipeline.full:
             return False
@@ -193,7 +203,12 @@ class StepLoop:
             return False
         start = time.perf_counter()
         slot = parts.pipeline.free_slot()
-        filled = parts.filler.fill(slot, plan)
+        try:
+            filled = parts.filler.fill(slot, plan)
+        except Exception as error:
+            slot.state = SlotState.FREE
+            parts.committer.fail(plan.rows, error)
+            return True
         parts.pipeline.launch(parts.lifecycle.step_launched(), slot, filled)
         parts.counters.launched(time.perf_counter() - start)
         return True
@@ -210,22 +225,38 @@ class StepLoop:
         except Exception as caught:
             error = caught
         if ids is not None:
+            self._measure(launched)
             parts.committer.commit(launched.filled, ids)
         else:
             assert error is not None
-            parts.committer.fail(launched.filled, error)
+            parts.committer.fail(launched.filled.rows, error)
         parts.lifecycle.step_committed(launched.step)
         parts.counters.committed(parts.committer.tokens)
 
+    def _measure(self, launched: Launched) -> None:
+        """How fast prompts are computed, against which swapping is weighed: steps that are mostly prompt tell."""
+        now, swap, filled = time.perf_counter(), self.parts.cache.swap, launched.filled
+        decodes, tokens = filled.plan.num_decodes, filled.layout.sizes.tokens
+        if swap is not None and tokens >= 2 * decodes + 8:
+            swap.costs.computed(tokens, now - max(self._committed_at, launched.at))
+        self._committed_at = now
+
     def _unstick(self) -> bool:
         """Nothing runs, nothing is in flight, yet somebody waits: that must not be, and it must not last (I5)."""
-        scheduler = self.parts.scheduler
-        running = scheduler.num_running - self.parts.rows.num_held
+        scheduler, rows = self.parts.scheduler, self.parts.rows
+        running = scheduler.num_running - rows.num_held
         if running:
             raise AssertionError(f"{running} requests are running, but none can be scheduled")
         head = scheduler.head()
         if head is None:
             return False
+        held = [request for request in rows.requests if request is not None and request.held]
+        if held:
+            # Everybody who runs waits for a slow reader. Whoever waits for their pages must not wait for that reader too.
+            newest = max(held, key=lambda request: request.id)
+            scheduler.remove(newest)
+            self.parts.lifecycle.transition(newest, RequestStatus.PREEMPTED)
+            return True
         error = RequestFailedError(
             f"request {head.label!r} can never be scheduled: it needs "
             f"{self.parts.cache.blocks_for(len(head.tokens) + 1)} blocks and {self.parts.cache.num_free} of "

@@ -9,6 +9,7 @@ the host as its tail (on `transfer` that copy would hold back the inputs of the 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -17,11 +18,14 @@ from functools import partial
 import numpy as np
 import torch
 
-from cbengine.devices.base import Device
+from cbengine.cache.geometry import CacheGeometry, block_views
+from cbengine.cache.manager import block_tag
+from cbengine.devices.base import Device, DeviceLostError
 from cbengine.execution.batch import Filled, device_inputs
 from cbengine.execution.inputs import StepInputs
 from cbengine.execution.sampler import sample
 from cbengine.execution.slots import Layout, Slot, SlotState, StepSizes
+from cbengine.execution.swapping import copy_blocks
 from cbengine.models.base import ModelRunner
 
 Sampler = Callable[..., torch.Tensor]
@@ -34,6 +38,8 @@ class Launched:
     step: int
     slot: Slot
     filled: Filled
+    at: float
+    """When, by `time.perf_counter()`."""
     error: Exception | None = None
     """What queueing it raised, if it did."""
 
@@ -51,17 +57,21 @@ class Pipeline:
         max_tokens: int,
         max_seqs: int,
         width: int,
+        geometry: CacheGeometry,
+        pool: torch.Tensor,
         sampler: Sampler = sample,
     ) -> None:
         self._device = device
         self._runner = runner
         self._sampler = sampler
+        self._geometry = geometry
+        self._blocks = block_views(pool, geometry)
         self._transfer = device.stream("transfer")
         self._compute = device.stream("compute")
         # last_token[row]: the id that was sampled last for the row. Written by sampling, read by the next step's
         # forward, both on `compute`, so that ids flow from step N to N + 1 without the host. The last row is the dummy.
         self.last_token = device.device_buffer((rows + 1,), torch.int32)
-        words = Layout.of(StepSizes(max_tokens, max_seqs, width, max_seqs, max_seqs)).words
+        words = Layout.of(StepSizes(max_tokens, max_seqs, width, max_seqs, max_seqs, len(geometry.groups))).words
         self.slots = [Slot(device, i, words, max_seqs) for i in range(depth)]
         self._in_flight: deque[Launched] = deque()
 
@@ -87,7 +97,7 @@ class Pipeline:
         """
         assert slot.state is SlotState.FILLED and not self.full
         slot.state = SlotState.LAUNCHED
-        launched = Launched(step, slot, filled)
+        launched = Launched(step, slot, filled, time.perf_counter())
         self._in_flight.append(launched)
         try:
             self._queue(slot, filled)
@@ -100,6 +110,8 @@ class Pipeline:
         device.record(slot.inputs_ready, self._transfer)
         device.wait(self._compute, slot.inputs_ready)
         inputs = device_inputs(slot, filled)
+        if any(filled.copies):
+            self._copy(filled.copies)
         reads, writes = self._touched(slot, filled) if device.checks else ((), ())
         device.launch(self._compute, partial(self._run, slot, inputs, filled), name="step", reads=reads, writes=writes)
         if samples:
@@ -119,12 +131,30 @@ class Pipeline:
             slot.device_out[: inputs.num_samples] = tokens
             self.last_token[slot.tensor(filled.layout, "sample_rows").long()] = tokens
 
-    def _touched(self, slot: Slot, filled: Filled) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
-        """Tags of what the step reads and writes, for devices that check."""
-        tables = filled.host_block_tables
-        rows = tuple(("row", row) for row in filled.rows.tolist())
-        blocks = tuple(("block", b) for b in np.unique(tables[tables >= 2]).tolist())
-        return (slot.device_in, *rows), (slot.device_out, *rows, *blocks)
+    def _copy(self, copies: list[list[tuple[int, int]]]) -> None:
+        """Blocks that two sequences shared and that one of them is about to write."""
+        pairs = [(block_tag(g), pair) for g, group in enumerate(copies) for pair in group]
+        self._device.launch(
+            self._compute,
+            partial(copy_blocks, self._blocks, copies),
+            name="copy blocks",
+            reads=[(tag, source) for tag, (source, _) in pairs],
+            writes=[(tag, to) for tag, (_, to) in pairs],
+        )
+
+    def _touched(self, slot: Slot, filled: Filled) -> tuple[list[Hashable], list[Hashable]]:
+        """Tags of what the step reads and writes, for devices that check: pages inside windows only."""
+        page, rows = self._geometry.page_size, [("row", row) for row in filled.rows.tolist()]
+        reads: list[Hashable] = [slot.device_in, *rows]
+        writes: list[Hashable] = [slot.device_out, *rows]
+        ends = filled.host_context_lens.astype(np.int64)
+        for index, (group, tables) in enumerate(zip(self._geometry.groups, filled.host_tables, strict=True)):
+            tag = block_tag(index)
+            for table, end, count in zip(tables.tolist(), ends.tolist(), filled.counts.tolist(), strict=True):
+                low = 0 if group.window is None else max(0, end - count - group.window + 1)
+                reads += [(tag, b) for b in table[low // page : -(-end // page)]]
+                writes += [(tag, b) for b in table[(end - count) // page : -(-end // page)]]
+        return reads, writes
 
     def oldest(self) -> Launched:
         return self._in_flight[0]
@@ -132,7 +162,8 @@ class Pipeline:
     def wait(self) -> np.ndarray:
         """Wait for the oldest step; returns its sampled ids, int32 [N]. Its slot is FREE afterwards.
 
-        Raises what the step raised; the step has left the pipeline then too.
+        Raises what the step raised; the step has left the pipeline then too. Raises `DeviceLostError` if the device is
+        gone, or did not get the inputs.
         """
         launched = self._in_flight[0]
         slot = launched.slot
@@ -140,6 +171,7 @@ class Pipeline:
             if launched.error is not None:
                 self._device.synchronize()  # part of it may be queued
                 raise launched.error
+            self._check_inputs(slot)
             slot.done.synchronize()
             if self._device.checks:
                 self._device.host_access(reads=(slot.host_out,))
@@ -149,6 +181,16 @@ class Pipeline:
             self._in_flight.popleft()
             slot.state = SlotState.FREE
         return ids
+
+    @staticmethod
+    def _check_inputs(slot: Slot) -> None:
+        """A step whose inputs did not arrive has run with old ones, and may have written to anybody's pages."""
+        try:
+            slot.inputs_ready.synchronize()
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            raise DeviceLostError(f"the inputs of a step did not reach the device: {error}") from error
 
     def drain(self) -> None:
         """Wait until nothing is in flight, whatever the steps raise. The last thing before the buffers go."""

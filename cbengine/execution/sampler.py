@@ -175,7 +175,7 @@ def _weigh(scores: Tensor, best: Tensor, s: SamplingInputs) -> Tensor:
 
 def _has_choice(total: Tensor, s: SamplingInputs) -> Tensor:
     """bool [n]: the row is random and its weights, with this sum, make a distribution."""
-    return (s.temperature > 0) & (total > 0) & total.isfinite()
+    return (s.temperature > 0) & (total > 0)  # not so for NaN
 
 
 def _boundaries(scores: Tensor, weights: Tensor, s: SamplingInputs) -> tuple[Tensor, Tensor]:
@@ -252,8 +252,8 @@ def _search_boundaries(
 
 
 def _ties_needed(missing: Tensor, mass: Tensor, group: Tensor) -> Tensor:
-    """How many of `group` tokens that tie, weighing `mass` together, it takes to weigh `missing`: at least one. [n]"""
-    return (missing / (mass / group)).ceil_().clamp_(min=1.0)
+    """How many of `group` tokens that tie, weighing `mass` together, it takes to weigh `missing` > 0: float64 [n]."""
+    return (missing / (mass / group)).ceil_()
 
 
 def _search(scores: Tensor, weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -33,6 +33,7 @@ class StepSizes(NamedTuple):
     width: int  # W, blocks a sequence in the tables
     samples: int  # N
     banned: int  # B
+    groups: int = 1  # G, attention types
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Layout:
 
     @staticmethod
     def of(sizes: StepSizes) -> Layout:
-        t, s, w, n, b = sizes
+        t, s, w, n, b, g = sizes
         lengths = {
             "token_ids": t,
             "positions": t,
@@ -61,7 +62,7 @@ class Layout:
             "uniform": n,
             "banned_rows": b,
             "banned_tokens": b,
-            "block_tables": s * w,
+            "block_tables": g * s * w,
         }
         starts: dict[str, tuple[int, int]] = {}
         at = 0

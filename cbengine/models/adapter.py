@@ -26,6 +26,7 @@ from transformers.masking_utils import sdpa_mask
 
 from cbengine.attention import AttentionBackend, LayerKV, choose
 from cbengine.attention.eager import attention_math
+from cbengine.cache.geometry import group_of_layers
 from cbengine.errors import UnsupportedFeatureError
 from cbengine.execution.inputs import SamplingInputs, StepInputs
 from cbengine.models.base import ModelSpec
@@ -50,6 +51,7 @@ class _Layer:
     index: int
     kv: LayerKV
     window: int | None
+    attention: AttentionBackend
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Layer:
         return self  # a copy of the model is not served; it must not copy the cache
@@ -101,6 +103,10 @@ class TransformersRunner:
         _refuse_unknown_interface(model, name)
         self._modules = _attention_modules(model, self.spec)
         self.attention = choose(attention, model.device, self.spec)
+        # A backend remembers the step's block tables, and each attention type has its own.
+        self._group_of = group_of_layers(self.spec.layers)
+        others = [choose(attention, model.device, self.spec) for _ in range(max(self._group_of))]
+        self._backends = [self.attention, *others]
         self._before: _Before | None = None
         self._page_size = 0
 
@@ -124,7 +130,8 @@ class TransformersRunner:
                         "first, or load the model once for each engine"
                     )
             for index, (module, part) in enumerate(zip(self._modules, parts, strict=True)):
-                setattr(module, _LAYER, _Layer(self, index, part, self.spec.layers[index].window))
+                attention = self._backends[self._group_of[index]]
+                setattr(module, _LAYER, _Layer(self, index, part, self.spec.layers[index].window, attention))
         self._page_size = page_size
         training = tuple(module for module in self.model.modules() if module.training)
         configs = self._configs()
@@ -153,7 +160,8 @@ class TransformersRunner:
         """See `ModelRunner.forward`. Compute stream's thread."""
         assert self._before is not None, "forward before bind"
         with torch.inference_mode(), _in_step(_Step(self, set())) as step:
-            self.attention.begin(inputs, self._page_size)
+            for group, attention in enumerate(self._backends):
+                attention.begin(inputs.of_group(group), self._page_size)
             output = self.model(
                 input_ids=inputs.token_ids.long()[None],
                 position_ids=inputs.positions.long()[None],
@@ -269,7 +277,7 @@ def _attention_function(
             f"{kv.key.shape[2]} heads of {kv.key.shape[3]}"
         )
     step.written.add(layer.index)
-    backend = step.runner.attention
+    backend = layer.attention
     _check_backend(backend, name, softcap, s_aux)
     backend.write(kv, key[0].transpose(0, 1), value[0].transpose(0, 1))
     out = backend.attend(kv, query[0].transpose(0, 1), scale=scale, window=layer.window, softcap=softcap, sinks=s_aux)

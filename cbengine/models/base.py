@@ -50,7 +50,8 @@ class ModelRunner(Protocol):
     def bind(self, kv: list[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
         """Give each layer its part of the cache: K and V of shape [num_blocks, page_size, num_kv_heads, head_dim].
 
-        Views into one flat pool: the innermost two dimensions are contiguous, the strides of the others are free.
+        Views into one flat pool: the innermost two dimensions are contiguous, the strides of the others are free. Blocks are
+        numbered anew in each attention type, whose layers share a block table (`StepInputs.of_group`).
         """
         ...
 

@@ -35,6 +35,10 @@ class Registry:
     def num_queued(self) -> int:
         return len(self._queued)
 
+    def is_alive(self, label: str) -> bool:
+        """Whether a living request has this label."""
+        return label in self._labels
+
     def enter(self, request_id: int, label: str, tokens: int, submit: Callable[[], None]) -> None:
         """Register a request that waits, and `submit()` it.
 

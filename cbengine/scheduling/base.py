@@ -46,6 +46,12 @@ class StepPlan:
         return len(self.decode_rows)
 
     @property
+    def rows(self) -> np.ndarray:
+        """int64 [S]: decoding rows, then the rows of the chunks."""
+        chunks = np.fromiter((chunk.row for chunk in self.chunks), np.int64, len(self.chunks))
+        return np.concatenate([self.decode_rows, chunks])
+
+    @property
     def num_tokens(self) -> int:
         return len(self.decode_rows) + sum(chunk.count for chunk in self.chunks)
 

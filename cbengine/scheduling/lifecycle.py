@@ -6,18 +6,33 @@
     I11 A page or row freed while steps are launched returns when the newest of them has committed.
 
 I3 and I11 are one rule here: what is given back while steps are launched joins a queue, marked with the newest launched
-step (the fence), and returns when that step has committed. Engine thread only.
+step (the fence), and returns when that step has committed; pages that are being swapped out, when they are copied, too.
+Engine thread only.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from cbengine.cache.manager import CacheManager
+import numpy as np
+
+from cbengine.cache.manager import CacheManager, Dropped
+from cbengine.cache.swap import Transfer
 from cbengine.outputs import FinishReason, RequestStatus
 from cbengine.scheduling.request import LEGAL, Request
-from cbengine.scheduling.rows import DEAD, LEAVING, RowTable
+from cbengine.scheduling.rows import DEAD, LEAVING, RUNNING, RowTable
+
+
+@dataclass(slots=True)
+class _Returning:
+    """A row, or blocks without one, on the way back."""
+
+    fence: int
+    request: Request | None = None
+    transfer: Transfer | None = None
+    """What still reads the row's pages."""
+    dropped: Dropped = field(default_factory=list)
 
 
 class Lifecycle:
@@ -31,7 +46,7 @@ class Lifecycle:
     def __init__(self, rows: RowTable, cache: CacheManager) -> None:
         self._rows = rows
         self._cache = cache
-        self._returning: deque[tuple[int, Request]] = deque()
+        self._returning: list[_Returning] = []
         self.launched = 0
         """Number of steps launched so far; step k is the k-th, from 1."""
         self.committed = 0
@@ -53,40 +68,89 @@ class Lifecycle:
             request.finish_reason, request.error = reason, error
         if request.row >= 0 and (to.ended or to is RequestStatus.PREEMPTED):
             self._give_back(request, DEAD if to.ended else LEAVING)
+        if to.ended and request.ticket is not None:
+            self._drop_ticket(request)
         if to is RequestStatus.PREEMPTED:
             request.preemptions += 1
             self.preemptions += 1
         self.on_change(request)
 
     def _give_back(self, request: Request, row_status: int) -> None:
-        already = self._rows.status[request.row] == LEAVING  # preempted, and ends before its row came back
-        self._rows.status[request.row] = row_status
+        row, table = request.row, self._rows
+        already = table.status[row] == LEAVING  # preempted, and ends before its row came back
+        table.status[row] = row_status
         if already:
             return
-        self._cache.retire(request.row)
-        self._returning.append((self.launched, request))
+        transfer = None
+        if row_status == LEAVING:
+            request.ticket = self._cache.swap_out(row, int(table.planned[row]), int(table.computed[row]))
+            transfer = None if request.ticket is None else request.ticket.transfer
+        self._cache.retire(row)
+        self._returning.append(_Returning(self.launched, request, transfer))
         self.reclaim()
 
+    def _drop_ticket(self, request: Request) -> None:
+        assert self._cache.swap is not None and request.ticket is not None
+        self._cache.swap.drop(request.ticket)
+        request.ticket = None
+
+    def advance(self, rows: np.ndarray) -> None:
+        """`computed` of these rows has moved on, by a commit: windows and the prefix cache follow (I12)."""
+        table = self._rows
+        rows = rows[table.status[rows] == RUNNING]
+        self._cache.advance(rows, table.computed[rows], table.tokens)
+
     def reclaim(self) -> None:
-        """Take back rows and pages whose fence has committed."""
-        while self._returning and self._returning[0][0] <= self.committed:
-            _, request = self._returning.popleft()
-            row = request.row
-            requeue = not request.status.ended
-            if requeue:
-                self._rows.save(request)
-            self._cache.release(row)
-            self._rows.release(row)
-            if requeue:
-                self.on_requeue(request)
+        """Take back rows and pages whose fence has committed and that nothing copies."""
+        if not self._returning:
+            return
+        ready: list[_Returning] = []
+        waiting: list[_Returning] = []
+        for entry in self._returning:
+            through = entry.fence <= self.committed and (entry.transfer is None or entry.transfer.done())
+            (ready if through else waiting).append(entry)
+        self._returning = waiting
+        for entry in ready:
+            self._cache.release_dropped(entry.dropped)
+            if entry.request is not None:
+                self._release(entry.request)
+
+    def _release(self, request: Request) -> None:
+        row = request.row
+        requeue = not request.status.ended
+        if requeue:
+            self._rows.save(request)
+            if request.ticket is not None:
+                request.ticket.computed = int(self._rows.computed[row])
+        self._cache.release(row)
+        self._rows.release(row)
+        if requeue:
+            self.on_requeue(request)
+
+    def wait_for_transfers(self) -> bool:
+        """With nothing in flight: wait for the copies that hold pages up. False if there are none."""
+        waited = False
+        for entry in self._returning:
+            if entry.transfer is not None and entry.fence <= self.committed:
+                entry.transfer.wait()
+                waited = True
+        self.reclaim()
+        return waited
+
+    def _take_dropped(self) -> None:
+        dropped = self._cache.take_dropped()
+        if dropped:
+            self._returning.append(_Returning(self.launched, dropped=dropped))
 
     def step_launched(self) -> int:
         """Count a launch; returns the number of the step."""
         self.launched += 1
+        self._take_dropped()
         return self.launched
 
     def step_committed(self, step: int) -> None:
         """Step `step`, and with it every step before, has committed."""
         assert step == self.committed + 1, "steps commit in the order of their launch"
         self.committed = step
+        self._take_dropped()
         self.reclaim()

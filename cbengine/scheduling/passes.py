@@ -6,7 +6,6 @@ joins. Engine thread only.
 
 from __future__ import annotations
 
-import heapq
 from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Callable
@@ -14,12 +13,15 @@ from collections.abc import Callable
 import numpy as np
 
 from cbengine.cache.manager import CacheManager
+from cbengine.cache.prefix import Chain
+from cbengine.cache.sharing import Match
 from cbengine.outputs import RequestStatus
 from cbengine.scheduling.base import Budgets, Chunk, Scheduler, StepPlan
 from cbengine.scheduling.lifecycle import Lifecycle
 from cbengine.scheduling.preemption import choose_victim
 from cbengine.scheduling.request import Request
 from cbengine.scheduling.rows import RUNNING, RowTable
+from cbengine.scheduling.waiting import WaitingQueue
 
 _NONE = np.zeros(0, np.int64)
 
@@ -31,26 +33,39 @@ def _by_id(request: Request) -> int:
 class PassScheduler(Scheduler):
     """Base of the policies. `passes()` names the order.
 
-    Requests are served by arrival within each pass, and the head of the queue is never overtaken (B6): if it does not
-    fit, nobody is let in, and since everyone who runs finishes or is preempted, room for it comes.
+    Requests are served by arrival within each pass, and the head of the queue is never overtaken for ever (B6): if it does
+    not fit, nobody is let in, and since everyone who runs finishes or is preempted, room for it comes. Only while it waits
+    for pages that somebody is computing, which is bounded, others go ahead (see `WaitingQueue`).
+
+    `reserve`: let a request in only if its longest possible answer fits beside what everyone else was promised; then nobody
+    is ever preempted. Otherwise ("optimistic") its known tokens have to fit.
     """
 
     def __init__(
-        self, rows: RowTable, cache: CacheManager, lifecycle: Lifecycle, budgets: Budgets, safety_margin: float
+        self,
+        rows: RowTable,
+        cache: CacheManager,
+        lifecycle: Lifecycle,
+        budgets: Budgets,
+        safety_margin: float,
+        *,
+        reserve: bool = False,
     ) -> None:
         self._rows = rows
         self._cache = cache
         self._lifecycle = lifecycle
         self._budgets = budgets
-        self._margin_blocks = int(safety_margin * cache.capacity)
-        self._waiting: list[tuple[int, Request]] = []  # heap by arrival; may hold requests that were removed
-        self._num_waiting = 0
+        self._margin = int(safety_margin * cache.capacity)
+        self._reserve = reserve
+        self._queue = WaitingQueue()
         self._prefilling: list[Request] = []  # by arrival
         self._decoding: list[Request] = []  # by arrival
         self._decode_rows: np.ndarray | None = _NONE  # rows of _decoding; None = to be made again
         self._decodable = _NONE
         self._left = [0, 0, 0]  # tokens, requests, pages still to be given out in the step being planned
         self._stalled = False
+        self._alone = False  # the next one let in has the cache to itself
+        self._hermit: Request | None = None  # who has it
         self._plan = StepPlan(_NONE)
 
     @abstractmethod
@@ -61,15 +76,14 @@ class PassScheduler(Scheduler):
 
     @property
     def num_waiting(self) -> int:
-        return self._num_waiting
+        return len(self._queue)
 
     @property
     def num_running(self) -> int:
         return len(self._prefilling) + len(self._decoding)
 
     def add(self, request: Request) -> None:
-        heapq.heappush(self._waiting, (request.id, request))
-        self._num_waiting += 1
+        self._queue.add(request)
 
     def remove(self, request: Request) -> None:
         for group in (self._prefilling, self._decoding):
@@ -78,15 +92,11 @@ class PassScheduler(Scheduler):
                 del group[at]
                 self._decode_rows = None
                 return
-        before = len(self._waiting)
-        self._waiting = [entry for entry in self._waiting if entry[1] is not request]
-        if len(self._waiting) != before:
-            heapq.heapify(self._waiting)
-            self._num_waiting -= 1
+        self._queue.remove(request)
 
     def head(self) -> Request | None:
         """The request that is let in next."""
-        return self._waiting[0][1] if self._waiting else None
+        return self._queue.first() or self._queue.head()
 
     # --- the plan --------------------------------------------------------------------------------------------------
 
@@ -100,7 +110,21 @@ class PassScheduler(Scheduler):
         self._decodable = self._decode_rows
         for fill in self.passes():
             fill()
+        if not self._plan and self._lifecycle.launched == self._lifecycle.committed:
+            self._unblock()
+        self._queue.tick(self._left[0])
         return self._plan
+
+    def _unblock(self) -> None:
+        """Nothing runs and nothing is in flight: nobody waits for others then, and who has no room starts again alone."""
+        if self._stalled and not self._cache.num_retired:
+            # Enough is free, but in pieces: chunks that hold a few blocks of another attention type each.
+            victim = max((*self._prefilling[-1:], *self._decoding[-1:]), key=_by_id)
+            self._alone = True
+            self._preempt(victim)
+            self._stalled = False
+        self._queue.call_back(everyone=True)
+        self._admit_pass()
 
     def _decode_pass(self) -> None:
         """One token for every decoding row that has a token left to make and a page to put it in."""
@@ -108,10 +132,12 @@ class PassScheduler(Scheduler):
         if not len(rows):
             return
         # Position p is computed to sample token p + 1, so nothing is computed past limit - 2: an end by length is known
-        # ahead and never scheduled past (I4).
-        rows = rows[(table.planned[rows] < table.limit[rows] - 1) & ~table.held[rows]]
+        # ahead and never scheduled past (I4). A prefill pass before this one may have preempted somebody.
+        rows = rows[
+            (table.planned[rows] < table.limit[rows] - 1) & ~table.held[rows] & (table.status[rows] == RUNNING)
+        ]
         rows = rows[: max(0, min(self._left[0], self._left[1]))]
-        full = table.planned[rows] >= self._cache.lengths[rows] * self._cache.page_size
+        full = table.planned[rows] >= self._cache.ready[rows]
         if full.any():
             rows = self._extend(rows, full)
         pages = self._cache.lengths[rows].cumsum()
@@ -130,8 +156,8 @@ class PassScheduler(Scheduler):
         while dry and self._preempt_for(len(dry)):
             # A victim may be one of the dry rows, and its pages may be free at once (nothing in flight).
             dry = [row for row in dry if table.status[row] == RUNNING and not self._grow(row)]
-        self._stalled = bool(dry)
-        has_page = table.planned[rows] < self._cache.lengths[rows] * self._cache.page_size
+        self._stalled |= bool(dry)
+        has_page = table.planned[rows] < self._cache.ready[rows]
         return rows[has_page & (table.status[rows] == RUNNING)]
 
     def _grow(self, row: int) -> bool:
@@ -139,31 +165,54 @@ class PassScheduler(Scheduler):
 
     def _preempt_for(self, blocks: int) -> bool:
         """Preempt one request if the pages on their way back will not do. False: nothing more to do but wait."""
-        if self._cache.num_free + self._cache.num_retired >= blocks:
+        if self._cache.will_have(blocks):
             return False
         victim = choose_victim(self._prefilling, self._decoding)
         if victim is None:
             return False
-        self._plan.chunks = [chunk for chunk in self._plan.chunks if chunk.request is not victim]
+        self._preempt(victim)
+        return True
+
+    def _preempt(self, victim: Request) -> None:
+        """Take it out of the step being planned, and let it wait again."""
+        plan, row = self._plan, victim.row
+        decoding = plan.decode_rows == row
+        if decoding.any():
+            plan.decode_rows = plan.decode_rows[~decoding]
+            self._rows.planned[row] -= 1
+            self._left[0] += 1
+        for chunk in plan.chunks:
+            if chunk.request is victim:
+                self._rows.planned[row] -= chunk.count
+                self._left[0] += chunk.count
+        plan.chunks = [chunk for chunk in plan.chunks if chunk.request is not victim]
         self.remove(victim)
         self._lifecycle.transition(victim, RequestStatus.PREEMPTED)
-        return True
 
     def _prefill_pass(self) -> None:
         """The next chunk of every prompt that is being computed, while the token budget lasts."""
         for request in self._prefilling[:]:
-            if not self._take_chunk(request):
+            if request.status is RequestStatus.PREFILLING and not self._take_chunk(request):
                 return
 
     def _take_chunk(self, request: Request) -> bool:
+        """Plan the next piece of its prompt. False: the step is full."""
         row, table = request.row, self._rows
         pages = int(self._cache.lengths[row])
         if self._left[0] <= 0 or self._left[1] <= 0 or pages > self._left[2]:
             return False
         start = int(table.planned[row])
-        remaining = int(table.known[row]) - start
-        count = min(remaining, self._left[0])
-        last = count == remaining
+        end = min(int(table.known[row]), start + self._left[0])
+        room = self._cache.reach(row, end)
+        while room <= start and self._preempt_for(1):
+            if request.status is not RequestStatus.PREFILLING:
+                return True
+            room = self._cache.reach(row, end)
+        count = room - start
+        if count <= 0:  # its window cannot move on; what runs will make room
+            self._stalled = True
+            return True
+        last = room == table.known[row]
         self._plan.chunks.append(Chunk(request, row, start, count, last))
         table.planned[row] += count
         self._left[0] -= count
@@ -171,31 +220,107 @@ class PassScheduler(Scheduler):
         self._left[2] -= pages
         if last:
             self.remove(request)
-            insort(self._decoding, request, key=_by_id)
-            self._decode_rows = None
-            self._lifecycle.transition(request, RequestStatus.DECODING)
+            self._decodes(request)
         return True
+
+    def _decodes(self, request: Request) -> None:
+        insort(self._decoding, request, key=_by_id)
+        self._decode_rows = None
+        self._lifecycle.transition(request, RequestStatus.DECODING)
+
+    # --- letting in ------------------------------------------------------------------------------------------------
 
     def _admit_pass(self) -> None:
         """Let waiting requests in, by arrival, while there is room for all of their tokens and the first new one."""
+        self._queue.call_back()
         if self._stalled:  # pages are short for those who run already
             return
-        cache = self._cache
-        while self._waiting and self._left[0] > 0 and self._left[1] > 0 and self._rows.num_free:
-            request = self._waiting[0][1]
-            tokens = len(request.tokens) + 1
-            blocks = cache.blocks_for(tokens)
-            if self.num_running:
-                spare = cache.num_free - blocks
-                if spare < self._margin_blocks or self.num_running >= self._budgets.requests:
-                    return
-            if blocks > cache.num_free or blocks > self._left[2]:
+        if self._hermit is not None:
+            if not self._hermit.status.ended:
                 return
-            heapq.heappop(self._waiting)
-            self._num_waiting -= 1
-            row = self._rows.assign(request)
-            reserved = cache.reserve(row, tokens)
-            assert reserved, "room was there a moment ago"
-            insort(self._prefilling, request, key=_by_id)
-            self._lifecycle.transition(request, RequestStatus.PREFILLING)
-            self._take_chunk(request)
+            self._hermit = None
+        while self._left[0] > 0 and self._left[1] > 0 and self._rows.num_free:
+            request = self._queue.first()
+            if request is None or self._hermit is not None:
+                return
+            if self.num_running and self.num_running >= self._budgets.requests:
+                return
+            match = self._find(request)
+            if match is not None and not self._let_in(request, match):
+                return
+
+    def _find(self, request: Request) -> Match | None:
+        """What is there of the request's tokens. None: it was set aside, because somebody is computing more of them."""
+        cache, parent = self._cache, request.parent
+        patient = self._queue.has_patience(request)
+        if parent is not None and patient and not request.preemptions and not self._is_past_prompt(parent):
+            self._queue.set_aside(len(request.tokens), lambda: self._is_past_prompt(parent))
+            return None
+        if cache.sharing is None:
+            return Match()
+        if request.chain is None:
+            request.chain = Chain(request.cache_salt)
+        match = cache.match(request.chain, request.tokens)
+        if match.promised and patient and request.ticket is None:
+            prefix, key = cache.sharing.prefix, request.chain.keys[len(match.nodes) + match.promised - 1]
+            self._queue.set_aside(match.promised * cache.page_size, lambda: not prefix.promised((key,)))
+            return None
+        return match
+
+    def _let_in(self, request: Request, match: Match) -> bool:
+        """Admit the first of the queue if there is room, and plan its first tokens."""
+        cache, known = self._cache, len(request.tokens)
+        goal = request.limit if self._reserve else 0
+        spare = cache.spare_after(max(goal, known + 1), match)
+        if spare < 0 or (self.num_running and spare < self._margin):
+            return False
+        if cache.blocks_for(known + 1) > self._left[2]:
+            return False
+        self._queue.pop()
+        row = self._rows.assign(request)
+        there = self._begin(request, row, match, goal)
+        self._rows.computed[row] = self._rows.planned[row] = there
+        if self._alone:
+            self._alone, self._hermit = False, request
+        if request.preemptions == 0:
+            request.cached_tokens = min(there, request.prompt_len)
+        restored = request.ticket is not None and known - there == 1
+        request.ticket = None
+        self._lifecycle.transition(request, RequestStatus.PREFILLING)
+        if restored:  # nothing is computed again: it goes on where it was
+            self._decodes(request)
+            if self._grow(row):
+                self._rows.planned[row] += 1
+                self._plan.decode_rows = np.append(self._plan.decode_rows, row)
+                self._left[0] -= 1
+                self._left[1] -= 1
+                self._left[2] -= int(cache.lengths[row])
+            return True
+        insort(self._prefilling, request, key=_by_id)
+        self._take_chunk(request)
+        return True
+
+    def _begin(self, request: Request, row: int, match: Match, goal: int) -> int:
+        """Give the row its pages; returns how many tokens are there."""
+        cache, known, parent = self._cache, len(request.tokens), request.parent
+        if parent is not None and request.ticket is None and self._ready_to_fork(request, parent):
+            shared = request.prompt_len - 1
+            if shared > len(match.nodes) * cache.page_size and cache.fork(parent.row, row, shared):
+                cache.promise_room(row, goal)
+                reserved = cache.reserve(row, known + 1)
+                assert reserved, "room was there a moment ago"
+                return shared
+        return cache.admit(row, known + 1, match, chain=request.chain, goal=goal, ticket=request.ticket)
+
+    def _is_past_prompt(self, parent: Request) -> bool:
+        """Whether all of the parent's prompt but its last token has committed, or will not be computed soon."""
+        if parent.status is RequestStatus.DECODING:
+            return bool(self._rows.computed[parent.row] >= parent.prompt_len - 1)
+        return parent.status not in (RequestStatus.PENDING, RequestStatus.PREFILLING)
+
+    def _ready_to_fork(self, request: Request, parent: Request) -> bool:
+        """Whether the parent's row holds the prompt's K and V (all but the last token's), committed."""
+        row, shared = parent.row, request.prompt_len - 1
+        if row < 0 or self._rows.status[row] != RUNNING or len(request.tokens) != request.prompt_len or not shared:
+            return False
+        return bool(self._rows.computed[row] >= shared)

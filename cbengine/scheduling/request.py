@@ -14,8 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from cbengine.cache.prefix import Chain
+from cbengine.cache.swap import SwapTicket
 from cbengine.outputs import FinishReason, RequestStatus
 from cbengine.sampling import SamplingParams
+from cbengine.text.stop import StopMatcher
 
 _S = RequestStatus
 _ENDS = {_S.FINISHED, _S.CANCELLED, _S.FAILED}
@@ -52,6 +55,8 @@ class Request:
     """Number of tokens, prompt included, at which it ends by length."""
     stop_ids: frozenset[int] = frozenset()
     detokenizer: Any = None
+    stops: StopMatcher | None = None
+    """Finds its stop strings, if it has any."""
 
     status: RequestStatus = RequestStatus.PENDING
     finish_reason: FinishReason | None = None
@@ -71,6 +76,16 @@ class Request:
     """Unread tokens from which on backpressure "pause" or "abort" acts."""
     held: bool = False
     """Not scheduled because its reader is too far behind."""
+    cache_salt: str | None = None
+    """Only requests with the same salt share pages."""
+    chain: Chain | None = None
+    """Keys of its complete pages, made when it is first looked at."""
+    cached_tokens: int = 0
+    """Prompt tokens that were there already when it was first scheduled."""
+    ticket: SwapTicket | None = None
+    """Where its pages are, while it waits after a preemption that swapped them out."""
+    parent: Request | None = None
+    """An elder sibling with the same prompt, whose pages it begins with if they are there in time."""
 
     @property
     def prompt_len(self) -> int:

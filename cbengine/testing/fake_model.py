@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cbengine.cache.geometry import group_of_layers
 from cbengine.models.base import LayerSpec, ModelSpec
 from cbengine.testing.fake_tokenizer import FakeTokenizer
 
 if TYPE_CHECKING:
     from cbengine.execution.inputs import StepInputs
 
-_NUM_LAYERS = 2
 _EXACT = 2**24  # float32 holds every integer up to here
 
 # An entry of the cache weighs w**4 mod prime, where w is the weighted sum of what K and V of every layer hold there and
 # of the place in the context where it was found. (With w**2 the same swap would weigh the same at every place.) All of
 # it stays below 2**63.
 _PRIME = 2**31 - 1
-_WEIGHTS = (  # [layer][K or V][2]
+_WEIGHTS = (  # [layer][K or V][2]; further layers have multiples of these
     ((1_203_117_911, 385_281_523), (972_663_749, 911_382_323)),
     ((1_226_874_159, 742_938_285), (630_360_016, 950_706_376)),
 )
@@ -46,6 +46,8 @@ class FakeModel:
         generation_defaults: sampling defaults, as a checkpoint's generation config gives them. Default: greedy.
         delay: seconds that each forward sleeps.
         fault: called at the head of each forward with the step's inputs; what it raises is raised there.
+        windows: one entry for each layer: its sliding window in tokens (one for all layers that have one), or None for
+            full attention. Default: two layers with full attention.
         free: cost nothing: touch no pages and give the same logits for every row. For measuring everything else.
 
     `delay`, `fault` and `tokenizer` (a `FakeTokenizer`) may be replaced at any time. `forwards` counts the forwards.
@@ -60,6 +62,7 @@ class FakeModel:
         generation_defaults: Mapping[str, float | int] | None = None,
         delay: float = 0.0,
         fault: Callable[[StepInputs], None] | None = None,
+        windows: Sequence[int | None] = (None, None),
         free: bool = False,
     ) -> None:
         if not 8 <= vocab_size < _EXACT or not 1 <= max_model_len < _EXACT:
@@ -69,7 +72,7 @@ class FakeModel:
             )
         self.spec = ModelSpec(
             name="fake",
-            layers=(LayerSpec("full_attention", 1, 2),) * _NUM_LAYERS,
+            layers=tuple(_layer(window) for window in windows),
             num_heads=1,
             hidden_size=2,
             intermediate_size=8,
@@ -88,14 +91,17 @@ class FakeModel:
         self._kv: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._page_size = 0
         self._background = -torch.arange(vocab_size, dtype=torch.float32) / vocab_size  # no ties: argmax has one answer
-        self._weights = torch.tensor(_WEIGHTS, dtype=torch.int64)
+        self._group_of = group_of_layers(self.spec.layers)
+        self._windows = [windows[self._group_of.index(group)] for group in sorted(set(self._group_of))]
+        self._layer_weights = [_layer_weights(layer) for layer in range(len(windows))]
         # Any token that does not end the answer.
         self._free_token = next(i for i in range(2, vocab_size + 2) if i % vocab_size not in self.spec.eos_token_ids)
         self._free_logits = self._peaked(0)
 
     def bind(self, kv: list[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
         """See `ModelRunner.bind`. K and V are float32 [num_blocks, page_size, 1, 2]."""
-        assert len(kv) == _NUM_LAYERS, f"the model has {_NUM_LAYERS} layers, the cache {len(kv)}"
+        layers = len(self.spec.layers)
+        assert len(kv) == layers, f"the model has {layers} layers, the cache {len(kv)}"
         self._kv = list(kv)
         self._page_size = page_size
 
@@ -123,8 +129,12 @@ class FakeModel:
         sampled = sequences[samples]
         # As in attention: the last query sees the whole context, the one before it a token less, and so on.
         lengths = inputs.context_lens[sampled] - (starts[sampled + 1] - 1 - samples)
-        width = -(-inputs.max_context_len // self._page_size)
-        return self._logits(self._hash(inputs.block_tables[sampled, :width].long(), lengths))
+        total = torch.zeros_like(lengths)
+        for group, window in enumerate(self._windows):
+            tables = inputs.of_group(group).block_tables[sampled].long()
+            total = total + self._read(group, tables, lengths, window)
+        mixed = (total % _PRIME + lengths * _LENGTH_WEIGHT) % _PRIME
+        return self._logits(mixed * mixed % _PRIME)
 
     def reference(
         self,
@@ -141,8 +151,9 @@ class FakeModel:
         what they mean in `SamplingParams`.
         """
         ends = {*stop_token_ids, *(() if ignore_eos else self.spec.eos_token_ids)}
-        total = sum(_weight(token, place) for place, token in enumerate(prompt_ids))
-        length = len(prompt_ids)
+        tokens = list(prompt_ids)
+        total = sum(self._weight(token, place, len(tokens)) for place, token in enumerate(tokens))
+        length = len(tokens)
         answer: list[int] = []
         while len(answer) < max_new_tokens and length < self.spec.max_model_len:
             banned = ends if len(answer) < min_new_tokens else set[int]()
@@ -150,8 +161,13 @@ class FakeModel:
             answer.append(token)
             if token in ends:
                 break
-            total += _weight(token, length)
+            tokens.append(token)
             length += 1
+            total += self._weight(token, length - 1, length)
+            for window in self._windows:
+                if window is not None and length > window:  # a token has left the window
+                    place = length - 1 - window
+                    total += self._weight(tokens[place], place, length) - self._weight(tokens[place], place, length - 1)
         return answer
 
     def _best(self, total: int, length: int) -> list[int]:
@@ -168,27 +184,45 @@ class FakeModel:
     def _write(self, inputs: StepInputs, sequences: torch.Tensor) -> None:
         """Put K and V of the step's tokens into their pages."""
         positions = inputs.positions.long()
-        blocks = inputs.block_tables[sequences, positions // self._page_size].long()
+        tables = [inputs.of_group(group).block_tables for group in range(len(self._windows))]
+        blocks = [table[sequences, positions // self._page_size].long() for table in tables]
         offsets = positions % self._page_size
         entry = torch.stack((inputs.token_ids.long(), positions), dim=-1).float().unsqueeze(1)  # [T, 1, 2]
         for layer, (k, v) in enumerate(self._kv):
             shifted = entry + layer  # so that the layers, and K and V, are not interchangeable
-            k[blocks, offsets] = shifted
-            v[blocks, offsets] = shifted.flip(-1)
+            own = blocks[self._group_of[layer]]
+            k[own, offsets] = shifted
+            v[own, offsets] = shifted.flip(-1)
 
-    def _hash(self, tables: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Read `lengths` [N] entries through `tables` [N, W]; the hash of each context, int64 [N] below the prime."""
-        places = torch.arange(tables.shape[1] * self._page_size)
+    def _read(self, group: int, tables: torch.Tensor, lengths: torch.Tensor, window: int | None) -> torch.Tensor:
+        """What `lengths` [N] entries found through `tables` [N, W] weigh, in the layers of one attention type: int64 [N]
+        below the prime. With a window, its pages alone are looked at."""
+        most = int(lengths.max()) if len(lengths) else 0
+        starts = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
+        places = starts[:, None] + torch.arange(most if window is None else min(window, most))
+        seen = places < lengths[:, None]
+        blocks = tables.gather(1, (places // self._page_size).clamp(max=tables.shape[1] - 1)) * seen
+        offsets = places % self._page_size
         mixed = places * _PLACE_WEIGHT
-        for cache, weights in zip(self._kv, self._weights, strict=True):
-            for part, weight in zip(cache, weights, strict=True):
-                entries = part[tables].reshape(len(tables), len(places), 2).long()
-                mixed = mixed + (entries * weight).sum(-1)
-        mixed = mixed % _PRIME
+        for layer, cache in enumerate(self._kv):
+            if self._group_of[layer] == group:
+                for part, weight in zip(cache, torch.tensor(self._layer_weights[layer]), strict=True):
+                    mixed = (mixed + (part[blocks, offsets, 0].long() * weight).sum(-1)) % _PRIME
         mixed = mixed * mixed % _PRIME
-        total = (mixed * mixed % _PRIME * (places < lengths.unsqueeze(1))).sum(-1) % _PRIME
-        mixed = (total + lengths * _LENGTH_WEIGHT) % _PRIME
-        return mixed * mixed % _PRIME
+        return (mixed * mixed % _PRIME * seen).sum(-1) % _PRIME
+
+    def _weight(self, token: int, place: int, length: int) -> int:
+        """What a token adds to the hash of `length` tokens where it is found at its own place; the counterpart of `_read`."""
+        total = 0
+        for group, window in enumerate(self._windows):
+            if window is not None and place < length - window:
+                continue
+            mixed = place * _PLACE_WEIGHT
+            for layer, ((k0, k1), (v0, v1)) in enumerate(self._layer_weights):
+                if self._group_of[layer] == group:
+                    mixed += (token + layer) * (k0 + v1) + (place + layer) * (k1 + v0)
+            total += pow(mixed, 4, _PRIME)
+        return total
 
     def _logits(self, mixed: torch.Tensor) -> torch.Tensor:
         vocab_size = self.spec.vocab_size
@@ -208,9 +242,12 @@ class FakeModel:
         return logits
 
 
-def _weight(token: int, place: int) -> int:
-    """What a token adds to the hash where it is found at its own place; the counterpart of `FakeModel._hash`."""
-    mixed = place * _PLACE_WEIGHT
-    for layer, ((k0, k1), (v0, v1)) in enumerate(_WEIGHTS):
-        mixed += (token + layer) * (k0 + v1) + (place + layer) * (k1 + v0)
-    return pow(mixed, 4, _PRIME)
+def _layer(window: int | None) -> LayerSpec:
+    return LayerSpec("full_attention" if window is None else "sliding_attention", 1, 2, window)
+
+
+def _layer_weights(layer: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of K and of V."""
+    factor = 1 + layer // 2 * 7_919
+    (k0, k1), (v0, v1) = _WEIGHTS[layer % 2]
+    return (k0 * factor % _PRIME, k1 * factor % _PRIME), (v0 * factor % _PRIME, v1 * factor % _PRIME)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cbengine import AsyncEngine
+from cbengine import AsyncEngine, PromptTooLongError
 from tests.support.leaks import busy_fields, watched
 
 SETTINGS: dict[str, Any] = {"page_size": 16, "num_blocks": 128, "max_batch_tokens": 64, "max_requests_per_batch": 32}
@@ -43,10 +43,17 @@ def real_engine(smollm2: Path) -> Iterator[AsyncEngine]:
     """A running engine over SmolLM2; every test has to leave it idle."""
     model = _loaded(smollm2)
     engine = AsyncEngine(model.runner, tokenizer=model.tokenizer, **SETTINGS)
-    asyncio.run(engine.start())
+    asyncio.run(_start(engine))
     with watched("real engine", lambda: busy_fields(engine)):
         yield engine
     asyncio.run(engine.aclose())
+
+
+async def _start(engine: AsyncEngine) -> None:
+    await engine.start()
+    # The thread that tokenizes long texts starts with the first of them and lives as long as the engine: no leak.
+    with pytest.raises(PromptTooLongError):
+        await engine.generate("word " * 3000)
 
 
 @pytest.fixture(scope="session")

@@ -82,25 +82,30 @@ PARAMS = [
     _param("max_new_tokens must be an integer or None", max_new_tokens=True),
     _param("min_new_tokens must be at least 0", min_new_tokens=-1),
     _param("min_new_tokens=9 is more than max_new_tokens=3; lower", min_new_tokens=9, max_new_tokens=3),
-    _param("temperature must be a finite number at least 0", temperature=-0.1),
+    _param("temperature must be a finite number of at least 0", temperature=-0.1),
     _param("temperature must be a finite number", temperature=float("nan")),
     _param("temperature must be a finite number", temperature=float("inf")),
     _param("temperature must be a number or None, got 'hot'", temperature="hot"),
     _param("top_k must be at least 0", top_k=-1),
     _param("top_k must be an integer", top_k=2.5),
-    _param("top_p must be a finite number from 0.0 to 1.0", top_p=1.1),
-    _param("top_p must be a finite number from 0.0 to 1.0", top_p=-0.1),
-    _param("min_p must be a finite number from 0.0 to 1.0", min_p=2),
+    _param("top_p must be a finite number from 0 to 1", top_p=1.1),
+    _param("top_p must be a finite number from 0 to 1", top_p=-0.1),
+    _param("min_p must be a finite number from 0 to 1", min_p=2),
     _param("seed must be from 0 to", seed=-1),
     _param("seed must be from 0 to", seed=2**64),
-    _param("stop_token_ids must be token ids, got 'stop'", stop_token_ids="stop"),
+    _param("stop_token_ids must be a sequence of token ids, got 'stop'", stop_token_ids="stop"),
     _param("stop_token_ids must be at least 0", stop_token_ids=[-1]),
     _param("stop_token_ids has 97, but the vocabulary ends at 96", stop_token_ids=[97]),
-    _param("stop_token_ids must be token ids", stop_token_ids=7),
+    _param("stop_token_ids must be a sequence of token ids", stop_token_ids=7),
     _param("ignore_eos must be True or False", ignore_eos=1),
     _param("unknown sampling parameter max_tokens; known are .*max_new_tokens", max_tokens=5),
     _param("request_id must be a string that is not empty", request_id=""),
     _param("request_id must be a string", request_id=7),
+    _param("timeout must be a number of seconds above 0, or None, got 0", timeout=0),
+    _param("timeout must be a number of seconds above 0", timeout=float("inf")),
+    _param("queue_timeout must be a number of seconds above 0", queue_timeout="soon"),
+    _param("backpressure must be one of buffer, pause, abort, got 'drop'", backpressure="drop"),
+    _param("stream_buffer must be an integer of at least 1", stream_buffer=0),
     Bad("params of another type", InvalidRequestError, "SamplingParams or None, got dict", params={"top_k": 1}),
 ]
 
@@ -142,7 +147,10 @@ async def test_every_way_of_asking_refuses_alike() -> None:
         with pytest.raises(InvalidRequestError, match="max_new_tokens"):
             engine.chat([{"role": "user", "content": "Hi"}], max_new_tokens=0)
         with pytest.raises(InvalidRequestError, match="unknown sampling parameter"):
-            engine.as_completed(["a"], top_q=1)
+            await engine.generate("a", top_q=1)  # type: ignore[call-arg]
+        with pytest.raises(InvalidRequestError, match="unknown sampling parameter"):
+            async for _ in engine.as_completed(["a"], top_q=1):  # type: ignore[call-arg]
+                raise AssertionError("an answer to a wrong request")
 
 
 @aio(trio=True)

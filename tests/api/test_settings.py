@@ -44,6 +44,8 @@ BAD: list[tuple[str, Any, type[Exception]]] = [
     ("use_async_batching", "yes", TypeError),
     ("dtype", 32, TypeError),
     ("device", 0, TypeError),
+    ("backpressure", "drop", ValueError),
+    ("stream_buffer", 0, ValueError),
     ("attention_backend", True, TypeError),
 ]
 

@@ -234,6 +234,8 @@ def test_a_lost_device_says_so_from_then_on(device: Device) -> None:
     device.launch(compute, _raise(lost))
     with contextlib.suppress(DeviceLostError):  # where the operation has already run
         device.record(done, compute)
+        device.wait(transfer, done)
+        device.launch(transfer, lambda: ran.append("was queued on another stream"))
     with pytest.raises(DeviceLostError, match="gone"):
         done.synchronize()
     calls: list[Callable[[], object]] = [

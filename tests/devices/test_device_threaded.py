@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -90,6 +92,22 @@ def test_streams_are_named_daemon_threads(device: ThreadedDevice) -> None:
         device.launch(device.stream(name), lambda: seen.append(threading.current_thread()))
         device.synchronize()
     assert [(t.name, t.daemon) for t in seen] == [("cbengine-compute", True), ("cbengine-transfer", True)]
+
+
+def test_a_worker_keeps_nothing_while_it_waits_for_work(device: ThreadedDevice) -> None:
+    class Payload:
+        def run(self) -> None:
+            ran.set()
+
+    ran, payload = threading.Event(), Payload()
+    gone = weakref.ref(payload)
+    device.launch(device.stream("compute"), payload.run)
+    _wait(ran)
+    del payload
+    give_up = time.monotonic() + _LONG
+    while gone() is not None and time.monotonic() < give_up:  # until the worker is back at its queue
+        time.sleep(0.001)
+    assert gone() is None
 
 
 def test_many_steps_of_a_double_buffer_keep_their_order(device: ThreadedDevice) -> None:

@@ -61,17 +61,23 @@ class Witness:
         self._last_step: dict[int, int] = {}  # row -> the newest step that names it
         self._computed: dict[int, int] = {}  # row -> tokens computed by steps that have committed
         self._tables: dict[int, list[int]] = {}  # row -> its block table at the last launch
+        self._growing = False  # in `Slot.reserve`, for more banned tokens than a slot is made for
         parts, device = self.parts, driver.device
+        self._largest_step = len(parts.pipeline.slots[0].host_in)  # words; a banned token for each request included
         self._around(parts.lifecycle, "transition", self._transition)
-        self._around(parts.lifecycle, "step_committed", self._step_committed)
+        self._around(parts.lifecycle, "step_committed", self._given_back)
+        self._around(parts.lifecycle, "wait_for_transfers", self._given_back)
         self._around(parts.rows, "assign", self._assign)
         self._around(parts.rows, "release", self._release_row)
-        self._around(parts.cache, "reserve", self._reserve)
+        self._around(parts.cache, "_grow", self._grow)
+        self._around(parts.cache, "admit", self._admit)
         self._around(parts.cache, "retire", self._retire)
         self._around(parts.cache, "release", self._release_pages)
         self._around(parts.registry, "ended", self._label_freed)
         self._around(parts.pipeline, "launch", self._launch)
         self._around(parts.pipeline, "wait", self._wait)
+        for slot in parts.pipeline.slots:
+            self._around(slot, "reserve", self._reserve_slot)
         self._around(device, "launch", self._queue)
         self._around(device, "device_buffer", self._allocate)
         self._around(device, "host_buffer", self._allocate)
@@ -101,10 +107,11 @@ class Witness:
         inner(request, to, *rest)
         self._inside -= 1
 
-    def _step_committed(self, inner: Callable[[int], None], step: int) -> None:
+    def _given_back(self, inner: Callable[..., Any], *args: Any) -> Any:
         self._inside += 1
-        inner(step)
+        result = inner(*args)
         self._inside -= 1
+        return result
 
     # --- rows, pages, labels ---------------------------------------------------------------------------------------
 
@@ -116,15 +123,17 @@ class Witness:
         self._tables[row] = []
         return row
 
-    def _reserve(self, inner: Callable[[int, int], bool], row: int, tokens: int) -> bool:
-        cache = self.parts.cache
-        before = int(cache.lengths[row])
-        done = inner(row, tokens)
-        for block in cache.tables[row, before : int(cache.lengths[row])].tolist():
+    def _grow(self, inner: Callable[[int, int, int], list[int]], group: int, row: int, pages: int) -> list[int]:
+        taken = inner(group, row, pages)
+        for block in taken if group == 0 else ():
             self._check(block >= RESERVED_CHUNKS, "C1", f"reserved block {block} was handed out")
             in_flight = any(block in step.blocks for step in self._flight)
             self._check(not in_flight, "I11", f"block {block} has a new owner while a step in flight uses it")
-        return done
+        return taken
+
+    def _admit(self, inner: Callable[..., int], row: int, *args: Any, **options: Any) -> int:
+        self._computed[row] = inner(row, *args, **options)
+        return self._computed[row]
 
     def _retire(self, inner: Callable[[int], None], row: int) -> None:
         self._check(self._inside > 0, "I2", f"pages of row {row} were given up outside of a transition")
@@ -155,6 +164,7 @@ class Witness:
 
     def _launch(self, inner: Callable[..., None], number: int, slot: Slot, filled: Filled) -> None:
         self.launched += 1
+        self._check(not self.driver.paused, "A10", "a step was launched during a pause")
         in_flight = self.launched - self.finished
         self._check(in_flight <= 2, "I9", f"{in_flight} steps are in flight")
         self._check(all(s.slot != slot.index for s in self._flight), "I6", f"slot {slot.index} is in flight already")
@@ -180,26 +190,39 @@ class Witness:
             self._check(not request.status.ended, "I4", f"{request!r} was scheduled after its end")
 
     def _check_tables(self, step: _Step) -> None:
-        """Each sequence reads and writes its own pages, and its table only ever grows at the end."""
-        size = self.parts.cache.page_size
-        for row, end, table in zip(
-            step.filled.rows.tolist(), step.ends, step.filled.host_block_tables.tolist(), strict=True
+        """Each sequence writes its own pages, and its table only ever grows at the end.
+
+        With a prefix cache, complete pages may be those of others too, and may be changed for theirs.
+        """
+        filled, size, sharing = step.filled, self.parts.cache.page_size, self.parts.cache.sharing is not None
+        written: set[int] = set()
+        for row, end, count, table in zip(
+            filled.rows.tolist(), step.ends, filled.counts.tolist(), filled.host_block_tables.tolist(), strict=True
         ):
             pages = table[: -(-end // size)]
+            own = (end - count) // size if sharing else 0
             before = self._tables[row]
-            held = pages[: len(before)] == before[: len(pages)]
+            held = pages[own : len(before)] == before[own : len(pages)]
             self._check(held, "C6", f"the pages of row {row} were {before} and are {pages}")
-            fresh = min(pages, default=0) >= RESERVED_CHUNKS and not step.blocks.intersection(pages)
+            fresh = min(pages, default=0) >= RESERVED_CHUNKS and not step.blocks.intersection(pages[own:])
+            fresh &= not written.intersection(pages)
             self._check(fresh, "C6", f"row {row} was given pages {pages}, which are reserved or another's")
-            self._tables[row] = pages if len(pages) > len(before) else before
+            self._tables[row] = pages if len(pages) >= len(before) else before
             step.blocks.update(pages)
+            written.update(pages[own:])
 
     def _queue(self, inner: Callable[..., None], stream: Any, fn: Callable[[], Any], **options: Any) -> None:
-        self._check(stream.name == "compute", "I10", f"{options.get('name')!r} was put on stream {stream.name}")
+        what = options.get("name")  # on some devices a copy is launched like a step
+        self._check(stream.name == "compute" or what in ("copy", "swap in", "swap out"), "I10", f"{what!r} was put on stream {stream.name}")
         inner(stream, fn, **options)
 
+    def _reserve_slot(self, inner: Callable[[int], None], words: int) -> None:
+        self._growing = words > self._largest_step
+        inner(words)
+        self._growing = False
+
     def _allocate(self, inner: Callable[..., Any], *args: Any) -> Any:
-        self._check(False, "I13", "a buffer was allocated while running")
+        self._check(self._growing, "I13", "a buffer was allocated while running")
         return inner(*args)
 
     def _forward(self, inputs: StepInputs) -> None:
@@ -255,7 +278,8 @@ class Witness:
             if request is None:
                 continue
             if rows.status[row] in (LEAVING, DEAD):
-                late = self._fences.get(row, self.finished) <= self.finished
+                copied = any(e.request is request and e.transfer is not None for e in parts.lifecycle._returning)
+                late = self._fences.get(row, self.finished) <= self.finished and not copied
                 self._check(not late, "I3", f"row {row} of {request!r} is held for longer than its last step")
             computed, planned = int(rows.computed[row]), int(rows.planned[row])
             exact = computed == self._computed[row] and computed <= min(planned, int(rows.known[row]))

@@ -28,7 +28,7 @@ def make_config(seed: int, **overrides: object) -> EngineConfig:
         "page_size": 4,
         "num_blocks": (5, 8, 30)[seed % 3],
         "max_batch_tokens": (6, 16)[seed // 3 % 2],
-        "max_requests_per_batch": 4,
+        "max_requests_per_batch": 3,
         "safety_margin": (None, 0.0)[seed // 6 % 2],
         "use_async_batching": seed % 7 != 0,
     }
@@ -95,7 +95,7 @@ class Workload:
         self.driver = driver
         self._rng = random.Random(seed)
         self._todo = requests
-        self._cancels = self._rng.choice((0.0, 0.1, 0.3))
+        self._cancels = self._rng.choice((0.1, 0.2, 0.4))
         self._stop = stop
         self._stop_at = self._rng.randint(0, 14) if stop else -1
         self._turns = 0
@@ -108,14 +108,17 @@ class Workload:
 
     def turn(self) -> None:
         rng, driver = self._rng, self.driver
-        for _ in range(rng.choice((0, 0, 1, 1, 4))):
+        for _ in range(rng.choice((0, 0, 1, 2, 5))):
             if self._todo:
                 self._todo -= 1
                 ask = rng.choice(asks())
-                driver.submit(ask.prompt, ask.params, ask.answer)
+                driver.submit(ask.prompt, ask.params, ask.answer, unread=rng.choice((0, 0, 0, 1, 3)))
         alive = [d for d in driver.driven if d.alive and not d.cancelled]
         if alive and rng.random() < self._cancels:
             driver.cancel(rng.choice(alive))
+        for driven in driver.driven:
+            if driven.request.stream_buffer and rng.random() < 0.3:
+                driven.buffer.advance(len(driven.buffer.ids))
         self._pause_or_resume()
         if self._turns == self._stop_at:
             driver.stop(drain=self._stop == "drain")

@@ -129,11 +129,11 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    alphabet = ["<pad>", "<s>", "</s>", *(chr(i) for i in range(33, 127)), "Ġ", "ab", "cd"]
+    alphabet = ["<pad>", "<s>", "</s>", *(chr(i) for i in range(33, 127)), "Ġ", "ab", "Ġ1"]
     tokens = alphabet + [f"<unused{i}>" for i in range(config.vocab_size - len(alphabet))]
     writer.add_token_list(tokens)
     writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
-    writer.add_token_merges(["a b", "c d"])
+    writer.add_token_merges(["a b", "Ġ 1"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, tensor in model.state_dict().items():

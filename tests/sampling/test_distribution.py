@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 
 import pytest
@@ -89,6 +90,16 @@ def test_the_way_for_other_devices_agrees_to_the_bit(rows: list[Row], kind: str,
         assert torch.equal(distribution(logits, s), expected)
 
 
+def test_sums_of_weights_are_exact() -> None:
+    """In whatever order and grouping they are made: what the independence of the batch stands on."""
+    for vocab, scale in ((1, 1.0), (1000, 3.0), (50_257, 0.1), (151_936, 3.0)):
+        logits = torch.randn(2, vocab, generator=torch.Generator().manual_seed(vocab)) * scale
+        weights = sampler._weigh(logits, logits.argmax(-1), inputs([Row(), Row()]))
+        assert float(weights[0].sum()) == math.fsum(weights[0].tolist())
+        assert torch.equal(weights.flip(-1).cumsum(-1)[:, -1], weights.sum(-1))
+        assert float(weights.max()) == 1.0
+
+
 @pytest.mark.parametrize("vocab", [100, 50_257])
 def test_other_devices_are_never_waited_for(vocab: int) -> None:
     """A meta tensor has no values: any look at one by the host, or a shape that depends on one, raises."""
@@ -107,6 +118,9 @@ def test_top_p_keeps_as_few_tokens_as_reach_it() -> None:
         for kept in range(1, vocab + 1):
             got = distribution(torch.zeros(1, vocab), inputs([Row(top_p=kept / vocab)]))
             assert int((got > 0).sum()) == kept
+    for kept in (255, 256, 257):  # as many as there are candidates, of more that tie
+        got = distribution(torch.zeros(1, 1000), inputs([Row(top_p=kept / 1000)]))
+        assert int((got > 0).sum()) == kept
 
 
 def test_top_p_0_keeps_one_token_and_1_all() -> None:
@@ -114,6 +128,14 @@ def test_top_p_0_keeps_one_token_and_1_all() -> None:
     got = distribution(logits, inputs([Row(top_p=0.0), Row(top_p=1.0)]))
     assert got[0].tolist() == [0, 0, 1, 0]
     torch.testing.assert_close(got[1], torch.softmax(logits[1].double(), -1), rtol=0, atol=1e-7)
+
+
+def test_top_k_around_the_number_of_candidates() -> None:
+    order = torch.randperm(1000, generator=torch.Generator().manual_seed(0))
+    logits = (order.float() / 100)[None]
+    for k in (1, 2, 255, 256, 257, 258, 999, 1000, 1001):
+        got = distribution(logits, inputs([Row(top_k=k)]))[0]
+        assert torch.equal(got > 0, order >= 1000 - k)
 
 
 def test_ties_with_the_kth_stay() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cbengine.bridge.buffer import StreamBuffer
-from cbengine.bridge.inbox import Cancel, Inbox, Pause, Resume, Stop, Submit
+from cbengine.bridge.inbox import Cancel, Inbox, Pause, Read, Resume, Stop, Submit
 from cbengine.bridge.outbox import Delivery
 from cbengine.bridge.ports import LoopPort, Waiter
 from cbengine.config import EngineConfig
@@ -86,15 +86,23 @@ class Driver:
         self.loop = self.built.loop
         self.parts = self.loop.parts
         self.pauses_heard = 0
+        self._resumed = 0
 
     def submit(
         self,
         prompt: Sequence[int],
         params: SamplingParams | None = None,
         expected: Sequence[int] | None = None,
+        *,
+        unread: int = 0,
         **sampling: Any,
     ) -> Driven:
-        """Hand in a request. `expected`: its answer; by default the model's own reference (greedy)."""
+        """Hand in a request.
+
+        Args:
+            expected: its answer; by default the model's own reference (greedy).
+            unread: its `stream_buffer` with backpressure "pause"; 0 = it never waits for its reader.
+        """
         params = (params or SamplingParams(**sampling)).resolved(self.model.spec.generation_defaults)
         number = len(self.driven)
         buffer = StreamBuffer(self.port, f"r{number}", len(prompt), 0.0)
@@ -110,7 +118,12 @@ class Driver:
             prompt=np.array(prompt, np.int32),
             limit=limit,
             stop_ids=frozenset(params.stop_token_ids),
+            backpressure="pause" if unread else "buffer",
+            stream_buffer=unread,
         )
+        if unread:
+            buffer.stride = max(1, unread // 2)
+            buffer.ack = lambda: self.inbox.put(Read(number))
         if expected is None:
             expected = self.model.reference(
                 prompt,
@@ -135,10 +148,18 @@ class Driver:
         assert self.parts.pipeline.num_in_flight == 0, "a pause was acknowledged while a step was in flight"
         self.pauses_heard += 1
 
+    @property
+    def paused(self) -> bool:
+        """A pause was acknowledged and has not been taken back."""
+        return self.pauses_heard > self._resumed
+
     def resume(self) -> None:
+        self._resumed += 1
         self.inbox.put(Resume())
 
     def stop(self, *, drain: bool) -> None:
+        """Lifts all pauses, too."""
+        self._resumed = 1 << 30
         self.inbox.put(Stop(drain=drain))
 
     @property

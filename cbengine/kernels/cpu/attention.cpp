@@ -1,0 +1,268 @@
+#include "attention.h"
+
+#include "tile.h"
+
+namespace cb {
+
+namespace {
+
+// Keys are taken in blocks that begin at multiples of KEYS: a token's result does not depend on how its prompt was cut, nor
+// on what else is computed. Blocks (or parts of them) that a token does not see change nothing, bit by bit.
+constexpr int KEYS = 64;
+constexpr int QUERY_ROWS = 64;  // query rows (tokens times heads of a group) that share the keys of a block
+constexpr float LOWEST = -1e30f;
+
+int64_t padded(int64_t dim) { return (dim + NR - 1) / NR * NR; }
+
+int64_t tokens_together(int64_t group) { return group < QUERY_ROWS ? QUERY_ROWS / group : 1; }
+
+// One member's memory.
+struct Scratch {
+  const float* key[KEYS];
+  const float* value[KEYS];
+  float* query;   // [rows, dim], scaled
+  float* out;     // [rows, padded dim], not yet divided by `total`
+  float* panels;  // [KEYS / NR, dim, NR]: the block's keys, transposed
+  float* scores;  // [MRMAX, KEYS]
+  float* values;  // [KEYS, padded dim]: copies, where a row of values is no whole number of panels
+  float* best;    // [rows]
+  float* total;   // [rows]
+
+  Scratch(char* memory, int64_t rows, int64_t dim) {
+    float* at = reinterpret_cast<float*>(memory);
+    const auto take = [&](int64_t count) {
+      float* mine = at;
+      at += (count + 15) / 16 * 16;
+      return mine;
+    };
+    query = take(rows * dim);
+    out = take(rows * padded(dim));
+    panels = take(KEYS * dim);
+    scores = take(MRMAX * KEYS);
+    values = take(dim % NR ? KEYS * padded(dim) : 0);
+    best = take(rows);
+    total = take(rows);
+    size = (char*)at - memory;
+  }
+  size_t size;
+};
+
+// Query tokens [first, first + count) of one sequence, and the heads that read one KV head.
+struct Task {
+  int64_t seq, head, first, count;
+};
+
+class Block {
+ public:
+  Block(const Attend& op, const Batch& batch, const Task& task, Scratch& s)
+      : op(op), batch(batch), task(task), s(s), group(op.heads / op.kv_heads), rows(task.count * group) {
+    const int64_t start = batch.query_starts[task.seq];
+    position = batch.context_lens[task.seq] - (batch.query_starts[task.seq + 1] - start) + task.first;
+    low = op.window && position >= op.window ? position - op.window + 1 : 0;
+    high = position + task.count;
+  }
+
+  void run() {
+    load_queries();
+    for (int64_t base = low / KEYS * KEYS; base < high; base += KEYS) {
+      const int from = (int)(low > base ? low - base : 0), to = (int)(high - base < KEYS ? high - base : KEYS);
+      load_keys(base, from, to);
+      const RowBlocks blocks(rows);
+      for (long i = 0; i < blocks.count; ++i) {
+        const int64_t row = blocks.cut(i), end = blocks.cut(i + 1);
+        if (position + (end - 1) / group >= base) score_rows(base, from, to, row, (int)(end - row));
+      }
+    }
+    write_out();
+  }
+
+ private:
+  const Attend& op;
+  const Batch& batch;
+  const Task& task;
+  Scratch& s;
+  const int64_t group, rows;
+  int64_t position;   // of the first token
+  int64_t low, high;  // keys that any token sees
+
+  int64_t token(int64_t row) const { return batch.query_starts[task.seq] + task.first + row / group; }
+  int64_t head(int64_t row) const { return task.head * group + row % group; }
+
+  void load_queries() {
+    for (int64_t row = 0; row < rows; ++row) {
+      const float* from = op.query + token(row) * op.query_stride + head(row) * op.dim;
+      for (int64_t d = 0; d < op.dim; ++d) s.query[row * op.dim + d] = from[d] * op.scale;
+      // A sink is a key without a value: the softmax begins with it.
+      s.best[row] = op.sinks ? op.sinks[head(row)] : LOWEST;
+      s.total[row] = op.sinks ? 1.0f : 0.0f;
+    }
+    memset(s.out, 0, sizeof(float) * rows * padded(op.dim));
+  }
+
+  // Finds keys [from, to) of the block that begins at `base`, and transposes them.
+  void load_keys(int64_t base, int from, int to) {
+    const int32_t* table = batch.tables + task.seq * batch.table_stride;
+    for (int j = from; j < to;) {
+      const int64_t page = (base + j) / batch.page_size, offset = (base + j) % batch.page_size;
+      const int64_t at = table[page] * op.pages.block_stride + offset * op.pages.token_stride + task.head * op.pages.head_stride;
+      int64_t run = batch.page_size - offset;
+      if (run > to - j) run = to - j;
+      for (int64_t i = 0; i < run; ++i, ++j) {
+        s.key[j] = op.pages.key + at + i * op.pages.token_stride;
+        s.value[j] = op.pages.value + at + i * op.pages.token_stride;
+      }
+    }
+    for (int j = from / VW * VW; j < to; j += VW) transpose_keys(j, from, to);
+    if (op.dim % NR)
+      for (int j = from; j < to; ++j) {
+        memcpy(s.values + j * padded(op.dim), s.value[j], sizeof(float) * op.dim);
+        s.value[j] = s.values + j * padded(op.dim);
+      }
+  }
+
+  // Keys [j, j + VW) into the columns of a panel; those outside [from, to) are copies of one that exists.
+  void transpose_keys(int j, int from, int to) {
+    const float* row[VW];
+    for (int i = 0; i < VW; ++i) row[i] = s.key[j + i < from ? from : j + i < to ? j + i : to - 1];
+    float* panel = s.panels + j / NR * NR * op.dim + j % NR;
+    int64_t d = 0;
+    for (; d + VW <= op.dim; d += VW) {
+      vf x[VW];
+#pragma GCC unroll 16
+      for (int i = 0; i < VW; ++i) x[i] = load(row[i] + d);
+      transpose(x);
+#pragma GCC unroll 16
+      for (int i = 0; i < VW; ++i) store(panel + (d + i) * NR, x[i]);
+    }
+    for (; d < op.dim; ++d)
+      for (int i = 0; i < VW; ++i) panel[d * NR + i] = row[i][d];
+  }
+
+  // One step of the online softmax for `count` rows and the keys of one block.
+  void score_rows(int64_t base, int from, int to, int64_t row, int count) {
+    const int first = from / NR, last = (to + NR - 1) / NR;  // panels
+    const float* query = s.query + row * op.dim;
+    with_rows(count, [&](auto mr) {
+      for (int p = first; p < last; ++p)
+        tile_product<F32, mr.value, 1>(query, op.dim, s.panels + p * NR * op.dim, 0, op.dim, false, s.scores + p * NR, KEYS);
+    });
+    float change[(MRMAX + VW - 1) / VW * VW] = {}, sums[MRMAX];
+    for (int m = 0; m < count; ++m)
+      change[m] = soften(base, first * NV, last * NV, from, to, row + m, s.scores + m * KEYS, sums + m);
+    for (int m = 0; m < count; m += VW) store(change + m, vexp(load(change + m)));
+    for (int m = 0; m < count; ++m) s.total[row + m] = s.total[row + m] * change[m] + sums[m];
+    // No row sees keys past its own, so none is read that the last row does not see.
+    const int64_t seen = position + (row + count - 1) / group + 1 - base;
+    if (seen < to) to = (int)seen;
+    with_rows(count, [&](auto mr) {
+      for (int64_t d = 0; d < op.dim; d += NR)
+        weighted_rows<mr.value>(s.scores + from, KEYS, s.value + from, d, to - from, change,
+                                s.out + row * padded(op.dim) + d, padded(op.dim));
+    });
+  }
+
+  // Scores of one row, vectors [first, last), to weights relative to the best score so far, and their sum. Returns by how
+  // much the best score grew, negated.
+  float soften(int64_t base, int first, int last, int from, int to, int64_t row, float* scores, float* total) {
+    const int64_t at = position + row / group;
+    const int64_t oldest = op.window ? at - op.window + 1 - base : 0;
+    if (oldest > from) from = (int)(oldest < KEYS ? oldest : KEYS);
+    if (at + 1 - base < to) to = (int)(at + 1 - base);
+    vf best = splat(-INFINITY);
+    for (int v = first; v < last; ++v) {
+      vf x = load(scores + v * VW);
+      if (op.cap > 0) x = op.cap * vtanh(x / op.cap);
+      if (from > v * VW || to < v * VW + VW) {
+        const vi key = lane_index() + v * VW;
+        x = select((vi)(key >= from) & (vi)(key < to), x, splat(-INFINITY));
+      }
+      store(scores + v * VW, x);
+      best = vmax(best, x);
+    }
+    const float before = s.best[row], now = std::fmax(before, max_of(best));
+    vf sum = {};
+    for (int v = first; v < last; ++v) {
+      const vf weight = vexp(load(scores + v * VW) - now);
+      store(scores + v * VW, weight);
+      sum += weight;
+    }
+    *total = sum_of(sum);
+    s.best[row] = now;
+    return before - now;
+  }
+
+  void write_out() {
+    for (int64_t row = 0; row < rows; ++row) {
+      float* to = op.out + token(row) * op.out_stride + head(row) * op.dim;
+      const float* from = s.out + row * padded(op.dim);
+      const float share = 1.0f / s.total[row];
+      for (int64_t d = 0; d < op.dim; ++d) to[d] = from[d] * share;
+    }
+  }
+};
+
+// Walks the tasks of a batch, in the order in which the team hands them out.
+class Tasks {
+ public:
+  Tasks(const Attend& op, const Batch& batch, int threads)
+      : op(op), batch(batch), together(tokens_together(op.heads / op.kv_heads)) {
+    int64_t blocks = 0;
+    for (int64_t seq = 0; seq < batch.seqs; ++seq) blocks += blocks_of(seq);
+    // One task takes all KV heads where there are enough others: a token's heads lie side by side in memory.
+    heads = blocks >= 8 * threads ? op.kv_heads : 1;
+    count = blocks * (op.kv_heads / heads);
+  }
+
+  int64_t count, heads;
+
+  // Tasks are asked for in rising order.
+  Task at(int64_t task) {
+    const int64_t block = task / (op.kv_heads / heads);
+    while (block - before >= blocks_of(seq)) before += blocks_of(seq++);
+    const int64_t first = (block - before) * together, queries = queries_of(seq);
+    const int64_t left = queries - first;
+    return Task{seq, task % (op.kv_heads / heads) * heads, first, left < together ? left : together};
+  }
+
+  // A padded sequence, or one whose numbers make no sense, attends to nothing.
+  bool empty(int64_t seq) const { return batch.context_lens[seq] < queries_of(seq); }
+
+ private:
+  const Attend& op;
+  const Batch& batch;
+  const int64_t together;
+  int64_t seq = 0, before = 0;
+
+  int64_t queries_of(int64_t seq) const { return batch.query_starts[seq + 1] - batch.query_starts[seq]; }
+  int64_t blocks_of(int64_t seq) const { return (queries_of(seq) + together - 1) / together; }
+};
+
+void clear_tokens(const Attend& op, int64_t first, int64_t end) {
+  for (int64_t token = first; token < end; ++token)
+    memset(op.out + token * op.out_stride, 0, sizeof(float) * op.heads * op.dim);
+}
+
+}  // namespace
+
+size_t attend_scratch(int64_t heads, int64_t kv_heads, int64_t dim) {
+  const int64_t group = heads / kv_heads;
+  return Scratch(nullptr, tokens_together(group) * group, dim).size;
+}
+
+void attend_work(const Attend& op, const Batch& batch, Member& member) {
+  Tasks tasks(op, batch, member.team->size());
+  const int64_t group = op.heads / op.kv_heads;
+  Scratch scratch(member.scratch, tokens_together(group) * group, op.dim);
+  if (member.index == 0) clear_tokens(op, batch.query_starts[batch.seqs], batch.tokens);
+  for (long taken; member.team->take(tasks.count, &taken);) {
+    Task task = tasks.at(taken);
+    const int64_t end = task.head + tasks.heads, start = batch.query_starts[task.seq] + task.first;
+    if (tasks.empty(task.seq)) {
+      clear_tokens(op, start, start + task.count);
+      continue;
+    }
+    for (; task.head < end; ++task.head) Block(op, batch, task, scratch).run();
+  }
+}
+
+}  // namespace cb
