@@ -112,7 +112,9 @@ class EngineConfig:
         if space is not None:
             _check(_is_number(space) and space >= 0, ValueError, "cpu_offload_space", self, "at least 0 (GiB), or None")
         share = self.cpu_offload_space_safety_threshold
-        _check(_is_number(share) and 0 < share <= 1, ValueError, "cpu_offload_space_safety_threshold", self, "in (0, 1]")
+        _check(
+            _is_number(share) and 0 < share <= 1, ValueError, "cpu_offload_space_safety_threshold", self, "in (0, 1]"
+        )
         percent = self.max_memory_percent
         if percent is not None:
             _check(_is_number(percent) and 0 < percent <= 1, ValueError, "max_memory_percent", self, "in (0, 1]")

@@ -297,10 +297,12 @@ class AsyncEngine:
             prompt=parsed.ids,
             limit=parsed.limit,
             stop_ids=frozenset(resolved.stop_token_ids),
+            edit=prompts.edit(resolved),
             timeout=options.timeout,
             queue_timeout=options.queue_timeout,
             backpressure=options.backpressure or "buffer",
             stream_buffer=options.stream_buffer or 1,
+            cache_salt=options.cache_salt,
         )
         if request.backpressure == "pause":
             buffer.stride = max(1, request.stream_buffer // 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
@@ -28,16 +28,24 @@ class RequestArguments(TypedDict, total=False):
     ignore_eos: bool
     stop: str | tuple[str, ...] | list[str]
     include_stop_str_in_output: bool
+    repetition_penalty: float | None
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
+    bad_words: Sequence[str | Sequence[int]]
+    allowed_token_ids: Sequence[int] | None
+    logprobs: int | None
 
     timeout: float | None
     queue_timeout: float | None
     backpressure: str | None
     stream_buffer: int | None
+    cache_salt: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """Deadlines and backpressure of one request. `None`: no deadline, and the engine's own setting.
+    """Deadlines, backpressure and privacy of one request. `None`: no deadline, and the engine's own setting.
 
     Raises:
         InvalidRequestError: a value is outside what its field allows.
@@ -52,6 +60,9 @@ class RequestOptions:
     """"buffer", "pause" or "abort": see `EngineConfig.backpressure`."""
     stream_buffer: int | None = None
     """See `EngineConfig.stream_buffer`."""
+    cache_salt: str | None = None
+    """Only requests with the same salt use each other's cached pages: a salt for each tenant keeps the time to the first
+    token from telling one what another has asked."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "queue_timeout"):
@@ -72,6 +83,8 @@ class RequestOptions:
         buffer: object = self.stream_buffer
         if buffer is not None and (isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1):
             raise InvalidRequestError(f"stream_buffer must be an integer of at least 1, or None, got {buffer!r}")
+        if not isinstance(self.cache_salt, (str, type(None))):
+            raise InvalidRequestError(f"cache_salt must be a string or None, got {self.cache_salt!r}")
 
     def resolved(self, config: EngineConfig) -> RequestOptions:
         """A copy with the engine's settings where nothing was said."""
@@ -80,6 +93,7 @@ class RequestOptions:
             queue_timeout=self.queue_timeout,
             backpressure=self.backpressure or config.backpressure,
             stream_buffer=self.stream_buffer or config.stream_buffer,
+            cache_salt=self.cache_salt,
         )
 
 

@@ -51,7 +51,9 @@ class Token:
     index: int
     """Position in the answer, from 0."""
     logprob: float | None = None
+    """Log probability under the model's own distribution (before temperature, penalties and filters), if asked for."""
     top_logprobs: tuple[tuple[int, float], ...] | None = None
+    """The likeliest (token id, log probability) pairs, likeliest first, as many as were asked for."""
     finish_reason: FinishReason | None = None
     """Set on the last token of an answer that ended by itself (stop, length), None on all others."""
 
@@ -116,6 +118,10 @@ class Completion:
     metrics: RequestMetrics
     index: int = 0
     """Place of its prompt in a batch (`generate_batch`, `as_completed`)."""
+    logprobs: tuple[float, ...] | None = None
+    """One a token, if they were asked for."""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    """For each token the likeliest (token id, logprob) pairs, if logprobs were asked for."""
 
     def __str__(self) -> str:
         return self.text

@@ -17,6 +17,7 @@ from cbengine.errors import (
 )
 from cbengine.execution.commit import failure
 from cbengine.sampling import SamplingParams
+from cbengine.scheduling.edit import LogitEdit, pack_mask
 
 if TYPE_CHECKING:
     from cbengine.execution.worker import Worker
@@ -62,11 +63,51 @@ class PromptReader:
                 raise InvalidRequestError(
                     f"stop_token_ids has {token}, but the vocabulary ends at {self._spec.vocab_size - 1}"
                 )
+        for name, tokens in (("logit_bias", resolved.logit_bias), ("allowed_token_ids", resolved.allowed_token_ids)):
+            beyond = max(tokens or (0,))
+            if beyond >= self._spec.vocab_size:
+                raise InvalidRequestError(
+                    f"{name} has {beyond}, but the vocabulary ends at {self._spec.vocab_size - 1}"
+                )
         if resolved.stop and self._tokenizer is None:
             raise UnsupportedFeatureError(
                 "stop strings need text, and this engine has no tokenizer: use stop_token_ids, or make it with `tokenizer=`"
             )
         return resolved
+
+    def edit(self, params: SamplingParams) -> LogitEdit | None:
+        """What the parameters want changed in the logits, as the batch takes it."""
+        biases: dict[int, float] = dict(params.logit_bias or {})
+        sequences: list[tuple[int, ...]] = []
+        for word in params.bad_words:
+            for ids in self._as_tokens(word):
+                if len(ids) == 1:
+                    biases[ids[0]] = float("-inf")
+                else:
+                    sequences.append(ids)
+        mask = None
+        if params.allowed_token_ids is not None:
+            mask = pack_mask(params.allowed_token_ids, self._spec.vocab_size)
+        if not biases and not sequences and mask is None:
+            return None
+        tokens = np.fromiter(biases, np.int32, len(biases))
+        return LogitEdit(tokens, np.fromiter(biases.values(), np.float32, len(biases)), tuple(sequences), mask)
+
+    def _as_tokens(self, word: str | tuple[int, ...]) -> set[tuple[int, ...]]:
+        """The token sequences that a forbidden word may appear as."""
+        if not isinstance(word, str):
+            if max(word) >= self._spec.vocab_size:
+                raise InvalidRequestError(
+                    f"bad_words has token {max(word)}, but the vocabulary ends at {self._spec.vocab_size - 1}"
+                )
+            return {word}
+        if self._tokenizer is None:
+            raise UnsupportedFeatureError(
+                "bad_words as text need a tokenizer, and this engine has none: give token ids, or make it with `tokenizer=`"
+            )
+        bare = word.lstrip(" ")
+        forms = [tuple(self._tokenizer.encode(form, add_special_tokens=False)) for form in (bare, " " + bare)]
+        return {form for form in forms if form}
 
     def label(self, given: str | None, number: int) -> str:
         """The request's label: the caller's, or one made from its number."""

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 from cbengine.errors import InvalidRequestError
@@ -16,6 +17,8 @@ _MAX_SEED = 2**64 - 1
 # them: the engine keeps parameters in arrays of int32, int64 and float32.
 _MAX_INT = 2**31 - 1
 _MAX_FLOAT = 3.4e38
+MAX_LOGPROBS = 20
+"""Most alternatives that a request may ask for at each token; the limit of the OpenAI API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,21 @@ class SamplingParams:
     OpenAI API, and `stop_strings` of transformers. Not looked for in the first `min_new_tokens` tokens."""
     include_stop_str_in_output: bool = False
     """Let the stop string that ended the answer be part of its text. Source: vLLM."""
+    repetition_penalty: float | None = None
+    """Above 0. Logits of tokens that the prompt or the answer has: divided by it if positive, else multiplied. Default 1."""
+    presence_penalty: float = 0.0
+    """In [-2, 2]. Taken from the logit of each token that the answer has. Source: the OpenAI API."""
+    frequency_penalty: float = 0.0
+    """In [-2, 2]. Taken from the logit of a token for each time that the answer has it. Source: the OpenAI API."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of single tokens. Source: the OpenAI API."""
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    """Words (text), or token id sequences, that must not appear. A text is forbidden as it is tokenized at the beginning of
+    the answer and after a blank. Source: vLLM, and `bad_words_ids` of transformers."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens may be drawn (end-of-sequence tokens only if they are among them). Source: vLLM."""
+    logprobs: int | None = None
+    """Report the log probability of each token, and of this many likeliest ones at its place, from 0 to 20."""
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
@@ -73,7 +91,26 @@ class SamplingParams:
         put("stop_token_ids", _token_ids(self.stop_token_ids))
         _flag("ignore_eos", self.ignore_eos)
         put("stop", _strings("stop", self.stop))
+        put("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, high=None))
+        if self.repetition_penalty == 0:
+            raise InvalidRequestError("repetition_penalty must be above 0, got 0; 1 is no penalty")
+        put("presence_penalty", _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0) or 0.0)
+        put("frequency_penalty", _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0) or 0.0)
+        put("logit_bias", _biases(self.logit_bias))
+        put("bad_words", _words(self.bad_words))
+        if self.allowed_token_ids is not None:
+            put("allowed_token_ids", _token_ids(self.allowed_token_ids, "allowed_token_ids"))
+            if not self.allowed_token_ids:
+                raise InvalidRequestError(
+                    "allowed_token_ids is empty, so that no token could be drawn; None allows all"
+                )
+        put("logprobs", _integer("logprobs", self.logprobs, high=MAX_LOGPROBS, optional=True))
         _flag("include_stop_str_in_output", self.include_stop_str_in_output)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether any of the three penalties does anything."""
+        return self.repetition_penalty not in (None, 1.0) or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def merged(self, **overrides: Any) -> SamplingParams:
         """A copy with some fields replaced. Raises `InvalidRequestError` for a field that does not exist."""
@@ -99,7 +136,13 @@ class SamplingParams:
 
 
 _NAMES = {f.name for f in fields(SamplingParams)}
-_FALLBACKS: dict[str, float | int] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+_FALLBACKS: dict[str, float | int] = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
 
 
 def _integer(name: str, value: object, *, low: int = 0, high: int | None = None, optional: bool = False) -> int | None:
@@ -124,11 +167,39 @@ def _flag(name: str, value: object) -> None:
         raise InvalidRequestError(f"{name} must be True or False, got {value!r}")
 
 
-def _token_ids(value: object) -> tuple[int | None, ...]:
+def _token_ids(value: object, name: str = "stop_token_ids") -> tuple[int | None, ...]:
     """`value` as token ids. Raises `InvalidRequestError`."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise InvalidRequestError(f"stop_token_ids must be a sequence of token ids, got {value!r}")
-    return tuple(_integer("every one of stop_token_ids", i) for i in cast(Iterable[object], value))
+        raise InvalidRequestError(f"{name} must be a sequence of token ids, got {value!r}")
+    return tuple(_integer(f"every one of {name}", i) for i in cast(Iterable[object], value))
+
+
+def _biases(value: object) -> Mapping[int, float] | None:
+    """`value` as a read-only mapping of token ids to finite floats. Raises `InvalidRequestError`."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(f"logit_bias must be a mapping of token ids to numbers, or None, got {value!r}")
+    biases: dict[int, float] = {}
+    for token, bias in cast(Mapping[object, object], value).items():
+        key = _integer("every token of logit_bias", token)
+        number = _number(f"logit_bias[{key}]", bias, low=-_MAX_FLOAT, high=None)
+        if key is None or number is None:
+            raise InvalidRequestError(f"logit_bias[{token!r}] must be a number, got {bias!r}")
+        biases[key] = number
+    return MappingProxyType(biases)
+
+
+def _words(value: object) -> tuple[str | tuple[int | None, ...], ...]:
+    """`value` as words: texts, and token id sequences, none of them empty. Raises `InvalidRequestError`."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise InvalidRequestError(f"bad_words must be a list of texts or of token id lists, got {value!r}")
+    words: list[str | tuple[int | None, ...]] = []
+    for word in cast(Iterable[object], value):
+        words.append(word if isinstance(word, str) else _token_ids(word, "bad_words"))
+        if not words[-1]:
+            raise InvalidRequestError("bad_words has an empty word, which everything would contain")
+    return tuple(words)
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:
@@ -143,8 +214,8 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     return cast(tuple[str, ...], strings)
 
 
-def _number(name: str, value: object, *, high: float | None) -> float | None:
-    """`value` as a finite float in [0, high], None as it is. Raises `InvalidRequestError`."""
+def _number(name: str, value: object, *, low: float = 0.0, high: float | None) -> float | None:
+    """`value` as a finite float in [low, high], None as it is. Raises `InvalidRequestError`."""
     if value is None:
         return None
     try:
@@ -156,7 +227,7 @@ def _number(name: str, value: object, *, high: float | None) -> float | None:
         number = None
     if number is None:
         raise InvalidRequestError(f"{name} must be a number or None, got {value!r}")
-    if not math.isfinite(number) or number < 0.0 or (high is not None and number > high):
-        allowed = "of at least 0" if high is None else f"from 0 to {high:g}"
+    if not math.isfinite(number) or number < low or (high is not None and number > high):
+        allowed = f"of at least {low:g}" if high is None else f"from {low:g} to {high:g}"
         raise InvalidRequestError(f"{name} must be a finite number {allowed}, got {value!r}")
-    return min(number, _MAX_FLOAT)
+    return max(-_MAX_FLOAT, min(number, _MAX_FLOAT))

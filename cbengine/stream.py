@@ -116,7 +116,11 @@ class TokenStream:
     def _token(self, at: int) -> Token:
         buffer = self._buffer
         last = buffer.reason in (FinishReason.STOP, FinishReason.LENGTH) and at == len(buffer.ids) - 1
-        return Token(buffer.texts[at], buffer.ids[at], at, finish_reason=buffer.reason if last else None)
+        reason = buffer.reason if last else None
+        if not buffer.logprobs:
+            return Token(buffer.texts[at], buffer.ids[at], at, finish_reason=reason)
+        report = buffer.logprobs[at]
+        return Token(buffer.texts[at], buffer.ids[at], at, report.logprob, report.top, reason)
 
     def text(self) -> StreamView[str]:
         """The same, as text: `async for piece in stream.text()`. Tokens without text are passed over."""
@@ -184,6 +188,8 @@ class TokenStream:
             usage=self.usage,
             metrics=self.metrics,
             index=self._index,
+            logprobs=tuple(report.logprob for report in buffer.logprobs) if buffer.logprobs else None,
+            top_logprobs=tuple(report.top for report in buffer.logprobs) if buffer.logprobs else None,
         )
 
     def when_ended(self, callback: Callable[[], None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cbengine.bridge.ports import LoopPort, Waiter
+from cbengine.execution.logprobs import TokenLogprobs
 from cbengine.outputs import FinishReason, RequestMetrics, RequestStatus, Usage
 
 
@@ -22,6 +23,7 @@ class StreamBuffer:
         "error",
         "first_scheduled_time",
         "ids",
+        "logprobs",
         "on_end",
         "port",
         "preemptions",
@@ -41,6 +43,8 @@ class StreamBuffer:
         self.request_id = request_id
         self.ids: list[int] = []
         self.texts: list[str] = []
+        self.logprobs: list[TokenLogprobs] = []
+        """One entry a token if the request asked for logprobs, else empty."""
         self.times: list[float] = []
         self.status = RequestStatus.PENDING
         self.reason: FinishReason | None = None

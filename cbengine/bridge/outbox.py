@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from cbengine.bridge.buffer import StreamBuffer
 from cbengine.bridge.ports import LoopPort
+from cbengine.execution.logprobs import TokenLogprobs
 from cbengine.outputs import FinishReason, RequestStatus
 from cbengine.scheduling.request import Request
 
@@ -23,6 +24,7 @@ class StatusEvent:
     first_scheduled_time: float | None
     preemptions: int
     prompt_tokens: int
+    cached_tokens: int
 
 
 class Delivery(NamedTuple):
@@ -31,7 +33,8 @@ class Delivery(NamedTuple):
     reader: StreamBuffer
     token_id: int
     text: str
-    event: StatusEvent | None
+    event: StatusEvent | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 class Outbox:
@@ -46,9 +49,9 @@ class Outbox:
         self.wakeups = 0
         """Posts to event loops so far."""
 
-    def token(self, reader: StreamBuffer, token_id: int, text: str) -> None:
+    def token(self, reader: StreamBuffer, token_id: int, text: str, logprobs: TokenLogprobs | None = None) -> None:
         """Queue one token for its reader."""
-        self._add(reader, Delivery(reader, token_id, text, None))
+        self._add(reader, Delivery(reader, token_id, text, None, logprobs))
 
     def event(self, request: Request) -> None:
         """Queue the request's present state for its reader."""
@@ -59,6 +62,7 @@ class Outbox:
             request.first_scheduled_time,
             request.preemptions,
             request.prompt_len,
+            request.cached_tokens,
         )
         self._add(request.reader, Delivery(request.reader, 0, "", event))
 
@@ -91,8 +95,10 @@ class Outbox:
 def deliver(items: list[Delivery], now: float) -> None:
     """On the readers' loop: hand the items over, then wake each reader once. Runs no code of any consumer."""
     readers: dict[StreamBuffer, None] = {}
-    for reader, token_id, text, event in items:
+    for reader, token_id, text, event, logprobs in items:
         if event is None:
+            if logprobs is not None:
+                reader.logprobs.append(logprobs)
             reader.ids.append(token_id)
             reader.texts.append(text)
             reader.times.append(now)
@@ -111,6 +117,7 @@ def _apply(reader: StreamBuffer, event: StatusEvent) -> None:
     reader.first_scheduled_time = event.first_scheduled_time
     reader.preemptions = event.preemptions
     reader.prompt_tokens = event.prompt_tokens
+    reader.cached_tokens = event.cached_tokens
     if event.reason is not None:
         assert reader.reason is None, "a stream has one terminal event"
         reader.reason, reader.error = event.reason, event.error

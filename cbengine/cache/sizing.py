@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import psutil
 
 from cbengine.cache.geometry import RESERVED_CHUNKS, CacheGeometry
+from cbengine.cache.manager import longest_alone
 from cbengine.config import MIN_BATCH_TOKENS, EngineConfig
 from cbengine.devices.base import MemoryInfo
 from cbengine.models.base import ModelSpec
@@ -16,6 +17,9 @@ _CPU_LIMIT = 2 << 30
 _ACCELERATOR_SHARE = 0.9
 _CPU_BATCH_TOKENS, _CPU_REQUESTS = 512, 256
 _BATCH_TOKENS, _REQUESTS = 8192, 1024
+_MASK_ROWS = 256
+_SLOT_WORDS = 14  # of each request: lengths, rows and sampling parameters
+_ROW_BYTES = 160  # of each row, beside its tokens and its block table
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,29 +31,52 @@ class MemoryPlan:
     max_batch_tokens: int
     max_requests: int
     max_model_len: int
+    capacity_tokens: int
+    """Longest sequence that fits into the cache when it has it to itself."""
+    weight_bytes: int
+    """Of the model, which is there before the rest is sized."""
     kv_bytes: int
     activation_bytes: int
-    """Peak of one forward: hidden states and the MLP's, attention workspace included."""
+    """Peak of one forward: hidden states and the MLP's, attention workspace included. An upper bound."""
     logits_bytes: int
-    """Logits of the sampled rows in float32, with the sampler's working copies."""
+    """Logits of the sampled rows in float32, with the sampler's working copies. An upper bound."""
+    mask_bytes: int
+    """Attention masks that are kept, once a sequence as long as can be has been computed in pieces."""
     slot_bytes: int
     """Inputs and outputs of the steps in flight, host and device."""
+    bookkeeping_bytes: int
+    """Tokens, states and block tables of all rows, on the host."""
+    offload_bytes: int
+    """The CPU pool for swapping."""
 
     @property
     def total_bytes(self) -> int:
-        return self.kv_bytes + self.activation_bytes + self.logits_bytes + self.slot_bytes
+        """What it takes beside the weights and the CPU pool."""
+        workspace = self.activation_bytes + self.logits_bytes + self.mask_bytes
+        return self.kv_bytes + workspace + self.slot_bytes + self.bookkeeping_bytes
 
-    @property
-    def capacity_tokens(self) -> int:
-        return self.num_blocks * self.page_size
+    def parts(self) -> dict[str, int]:
+        """Bytes by what they are for, in words."""
+        return {
+            "weights": self.weight_bytes,
+            "keys and values": self.kv_bytes,
+            "activations": self.activation_bytes,
+            "logits": self.logits_bytes,
+            "masks": self.mask_bytes,
+            "slots": self.slot_bytes,
+            "bookkeeping": self.bookkeeping_bytes,
+            "CPU pool": self.offload_bytes,
+        }
 
     def __str__(self) -> str:
         mib = 2**20
+        pool = f", CPU pool {self.offload_bytes / mib:.0f} MiB" if self.offload_bytes else ""
         return (
-            f"cache of {self.num_blocks} blocks x {self.page_size} tokens = {self.capacity_tokens:,} tokens "
+            f"cache of {self.num_blocks} blocks x {self.page_size} tokens = {self.num_blocks * self.page_size:,} tokens "
             f"({self.kv_bytes / mib:.0f} MiB), steps of up to {self.max_batch_tokens} tokens of {self.max_requests} requests "
-            f"(activations {self.activation_bytes / mib:.0f} MiB, logits {self.logits_bytes / mib:.0f} MiB, "
-            f"slots {self.slot_bytes / mib:.1f} MiB), sequences of up to {self.max_model_len:,} tokens"
+            f"(activations {self.activation_bytes / mib:.0f} MiB, logits {self.logits_bytes / mib:.0f} MiB, masks "
+            f"{self.mask_bytes / mib:.0f} MiB, slots {self.slot_bytes / mib:.1f} MiB, bookkeeping "
+            f"{self.bookkeeping_bytes / mib:.1f} MiB{pool}), sequences of up to {self.max_model_len:,} tokens"
         )
 
 
@@ -77,7 +104,13 @@ def plan_memory(spec: ModelSpec, config: EngineConfig, memory: MemoryInfo, *, on
         if config.max_batch_tokens is not None or tokens <= MIN_BATCH_TOKENS or spare >= budget // 2:
             break
         tokens = max(MIN_BATCH_TOKENS, tokens // 2)
-    return _fit_cache(plan, config, geometry, spare, budget)
+    plan = _fit_cache(plan, config, geometry, spare, budget)
+    if plan.kv_bytes > memory.free:  # an inferred cache is never that large
+        raise ValueError(
+            f"num_blocks={config.num_blocks} takes {plan.kv_bytes / 2**30:.1f} GiB with page_size={config.page_size}, and "
+            f"{memory.free / 2**30:.1f} GiB are free; lower num_blocks, or leave it out to have it found out"
+        )
+    return plan
 
 
 def _workspace(
@@ -90,20 +123,41 @@ def _workspace(
     per_token = 4 * spec.hidden_size + 3 * spec.intermediate_size + 2 * heads_width + 2 * kv_width
     # Gathered K and V of one layer for the longest sequence, and its attention scores for a chunk.
     gathered = 2 * max_len * kv_width * itemsize
-    width = geometry.blocks_for(max_len)
     slots = 2 if config.use_async_batching is not False else 1
-    slot_words = 2 * tokens + requests * (width + 13)
     return MemoryPlan(
         num_blocks=0,
         page_size=config.page_size,
         max_batch_tokens=tokens,
         max_requests=requests,
         max_model_len=max_len,
+        capacity_tokens=0,
+        weight_bytes=spec.weight_bytes,
         kv_bytes=0,
         activation_bytes=per_token * tokens * itemsize + gathered,
         logits_bytes=3 * requests * spec.vocab_size * 4,
-        slot_bytes=2 * slots * 4 * slot_words,
+        mask_bytes=_mask_bytes(geometry, max_len, tokens, itemsize),
+        slot_bytes=_slot_bytes(geometry, slots, tokens, requests, geometry.blocks_for(max_len)),
+        bookkeeping_bytes=_bookkeeping_bytes(geometry, requests, max_len, geometry.blocks_for(max_len), 0),
+        offload_bytes=swap_chunks(config, geometry) * geometry.chunk_bytes,
     )
+
+
+def _mask_bytes(geometry: CacheGeometry, max_len: int, tokens: int, itemsize: int) -> int:
+    """One pattern for each window, and one for full attention that has grown with the longest sequence. The CPU's own."""
+    reaches = [group.window or max(1024, 1 << max_len.bit_length()) for group in geometry.groups]
+    return sum(_MASK_ROWS * (reach + _MASK_ROWS) * itemsize for reach in reaches if tokens < max_len)
+
+
+def _slot_bytes(geometry: CacheGeometry, slots: int, tokens: int, requests: int, width: int) -> int:
+    words = 2 * tokens + _SLOT_WORDS * requests + len(geometry.groups) * requests * width
+    return slots * 2 * 4 * words + 4 * 2 * requests
+
+
+def _bookkeeping_bytes(geometry: CacheGeometry, requests: int, max_len: int, width: int, chunks: int) -> int:
+    rows = 2 * requests + 1
+    tables = len(geometry.groups) * rows * (4 * width + 16)
+    blocks = 8 * chunks * sum(geometry.blocks_per_chunk)
+    return rows * (4 * min(max_len, 1024) + _ROW_BYTES) + tables + blocks
 
 
 def _fit_cache(plan: MemoryPlan, config: EngineConfig, geometry: CacheGeometry, spare: int, budget: int) -> MemoryPlan:
@@ -118,7 +172,24 @@ def _fit_cache(plan: MemoryPlan, config: EngineConfig, geometry: CacheGeometry, 
                 f"{geometry.chunk_bytes / 2**20:.1f} MiB; raise max_memory_percent, or lower page_size, max_batch_tokens or "
                 "max_requests_per_batch, or set num_blocks"
             )
-    return replace(plan, num_blocks=blocks, kv_bytes=(geometry.chunks_for(blocks) + RESERVED_CHUNKS) * geometry.chunk_bytes)
+    chunks = geometry.chunks_for(blocks)
+    capacity = longest_alone(geometry, chunks, plan.max_model_len)
+    width = max(1, geometry.blocks_for(min(plan.max_model_len, capacity)))
+    slots = 2 if config.use_async_batching is not False else 1
+    return replace(
+        plan,
+        num_blocks=blocks,
+        capacity_tokens=capacity,
+        kv_bytes=(chunks + RESERVED_CHUNKS) * geometry.chunk_bytes,
+        slot_bytes=_slot_bytes(geometry, slots, plan.max_batch_tokens, plan.max_requests, width),
+        bookkeeping_bytes=_bookkeeping_bytes(
+            geometry, plan.max_requests, plan.max_model_len, width, chunks + RESERVED_CHUNKS
+        ),
+        mask_bytes=min(
+            plan.mask_bytes,
+            _mask_bytes(geometry, capacity, plan.max_batch_tokens, geometry.dtype.itemsize),
+        ),
+    )
 
 
 def swap_chunks(config: EngineConfig, geometry: CacheGeometry) -> int:

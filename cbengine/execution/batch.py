@@ -11,8 +11,11 @@ import numpy as np
 import torch
 
 from cbengine.cache.manager import CacheManager
+from cbengine.execution.edits import Edits, collect, take_loads
 from cbengine.execution.inputs import SamplingInputs, StepInputs
+from cbengine.execution.logprobs import words
 from cbengine.execution.noise import uniforms
+from cbengine.execution.processors import PenaltyLoad, ProcessorInputs
 from cbengine.execution.slots import Layout, Slot, SlotState, StepSizes
 from cbengine.scheduling.base import StepPlan
 from cbengine.scheduling.rows import RowTable
@@ -41,6 +44,11 @@ class Filled:
     """any_random, any_top_k, any_top_p, any_min_p."""
     copies: list[list[tuple[int, int]]]
     """For each attention type: blocks (from, to) to be copied before the step."""
+    edits: Edits
+    loads: list[PenaltyLoad]
+    """Rows with penalties that have joined, to be set up before the step."""
+    out_words: int
+    """Words of the slot's outputs that the step writes: N ids, then the logprob reports."""
 
     @property
     def host_block_tables(self) -> np.ndarray:
@@ -71,8 +79,24 @@ class BatchFiller:
         banned = self._banned(sample_rows, ends[sampling])
         width = self._cache.blocks_for(int(ends.max()))
         groups = self._cache.group_tables
-        layout = Layout.of(StepSizes(int(counts.sum()), len(rows), width, len(sample_rows), len(banned), len(groups)))
-        slot.reserve(layout.words)
+        edits = collect(table, sample_rows)
+        layout = Layout.of(
+            StepSizes(
+                int(counts.sum()),
+                len(rows),
+                width,
+                len(sample_rows),
+                len(banned),
+                len(groups),
+                edits.num_biases,
+                len(edits.penalty_samples),
+                len(edits.masks),
+                len(edits.masks[0]) if edits.masks else 0,
+                len(edits.logprob_samples),
+            )
+        )
+        out_words = len(sample_rows) + words(len(edits.logprob_samples), edits.top)
+        slot.reserve(layout.words, out_words)
 
         self._fill_tokens(slot, layout, plan, ends)
         starts = slot.ints(layout, "query_starts")
@@ -88,10 +112,43 @@ class BatchFiller:
         flags = self._fill_sampling(slot, layout, sample_rows, ends[sampling])
         slot.ints(layout, "banned_rows")[:] = banned[:, 0]
         slot.ints(layout, "banned_tokens")[:] = banned[:, 1]
+        self._fill_edits(slot, layout, edits, sample_rows)
         slot.state = SlotState.FILLED
         lens = slot.ints(layout, "context_lens")
         copies = self._cache.take_copies()
-        return Filled(plan, layout, rows, counts, sample_rows, starts, lens, tables, flags, copies)
+        return Filled(
+            plan,
+            layout,
+            rows,
+            counts,
+            sample_rows,
+            starts,
+            lens,
+            tables,
+            flags,
+            copies,
+            edits,
+            take_loads(table),
+            out_words,
+        )
+
+    def _fill_edits(self, slot: Slot, layout: Layout, edits: Edits, rows: np.ndarray) -> None:
+        table = self._rows
+        if edits.bias_samples:
+            slot.ints(layout, "bias_samples")[:] = np.concatenate(edits.bias_samples)
+            slot.ints(layout, "bias_tokens")[:] = np.concatenate(edits.bias_tokens)
+            slot.floats(layout, "bias_values")[:] = np.concatenate(edits.bias_values)
+        if len(edits.penalty_samples):
+            penalised = rows[edits.penalty_samples]
+            slot.ints(layout, "penalty_samples")[:] = edits.penalty_samples
+            slot.ints(layout, "penalty_places")[:] = table.penalty_place[penalised]
+            slot.floats(layout, "repetition")[:] = table.repetition[penalised]
+            slot.floats(layout, "presence")[:] = table.presence[penalised]
+            slot.floats(layout, "frequency")[:] = table.frequency[penalised]
+        if edits.masks:
+            slot.ints(layout, "mask_samples")[:] = edits.mask_samples
+            slot.ints(layout, "masks")[:] = np.concatenate(edits.masks)
+        slot.ints(layout, "logprob_samples")[:] = edits.logprob_samples
 
     def _fill_tokens(self, slot: Slot, layout: Layout, plan: StepPlan, ends: np.ndarray) -> None:
         table, d = self._rows, plan.num_decodes
@@ -146,6 +203,19 @@ class BatchFiller:
             stops = request.stop_ids if request.params.ignore_eos else request.stop_ids.union(self._eos)
             pairs.extend((i, token) for token in stops)
         return np.array(pairs, np.int64).reshape(-1, 2)
+
+
+def processor_inputs(slot: Slot, filled: Filled) -> ProcessorInputs:
+    """The device's view of what changes logits before sampling."""
+    layout = filled.layout
+    view = {name: slot.tensor(layout, name) for name in _PROCESSOR_INTS}
+    values = {name: slot.tensor(layout, name).view(torch.float32) for name in _PROCESSOR_FLOATS}
+    masks = slot.tensor(layout, "masks").view(layout.sizes.masks, layout.sizes.mask_words)
+    return ProcessorInputs(**view, **values, masks=masks)
+
+
+_PROCESSOR_INTS = ("bias_samples", "bias_tokens", "penalty_samples", "penalty_places", "mask_samples")
+_PROCESSOR_FLOATS = ("bias_values", "repetition", "presence", "frequency")
 
 
 def device_inputs(slot: Slot, filled: Filled) -> StepInputs:

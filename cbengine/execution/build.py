@@ -64,9 +64,10 @@ def build(
         ValueError: the settings do not fit the memory.
     """
     spec = runner.spec
+    asynchronous = device.overlaps if config.use_async_batching is None else config.use_async_batching
+    config = config.merged({"use_async_batching": asynchronous})
     memory = plan_memory(spec, config, device.memory_info(), on_cpu=device.torch_device.type == "cpu")
     logger.info("%s: %s", spec.name, memory)
-    asynchronous = device.overlaps if config.use_async_batching is None else config.use_async_batching
     config = config.merged(
         {
             "num_blocks": memory.num_blocks,
@@ -74,7 +75,6 @@ def build(
             "max_requests_per_batch": memory.max_requests,
             "max_model_len": memory.max_model_len,
             "safety_margin": config.margin,
-            "use_async_batching": asynchronous,
             "device": device.name,
         }
     )
@@ -137,6 +137,7 @@ def _parts(
         width=cache.tables.shape[1],
         geometry=geometry,
         pool=pool,
+        vocab_size=spec.vocab_size,
         sampler=sampler,
     )
     return LoopParts(

@@ -6,13 +6,16 @@ I4 Speculated tokens (after an end that was not known at launch) are dropped her
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from cbengine.errors import RequestFailedError
 from cbengine.execution.batch import Filled
+from cbengine.execution.logprobs import TokenLogprobs
+from cbengine.execution.logprobs import read as read_logprobs
 from cbengine.outputs import FinishReason, RequestStatus
 from cbengine.scheduling.lifecycle import Lifecycle
 from cbengine.scheduling.request import Request
@@ -22,7 +25,7 @@ from cbengine.scheduling.rows import DEAD, RowTable
 class TokenSink(Protocol):
     """Where tokens go (the outbox)."""
 
-    def token(self, reader: Any, token_id: int, text: str) -> None: ...
+    def token(self, reader: Any, token_id: int, text: str, logprobs: TokenLogprobs | None) -> None: ...
 
 
 class Committer:
@@ -41,14 +44,18 @@ class Committer:
         self.prompt_tokens = 0
         """Prompt tokens computed so far, what was computed again after a preemption included."""
 
-    def commit(self, filled: Filled, ids: np.ndarray) -> None:
-        """The step computed `filled` and sampled `ids`, int32 [N]."""
+    def commit(self, filled: Filled, outputs: np.ndarray) -> None:
+        """The step computed `filled`; `outputs` are the sampled ids, int32 [N], and the logprob reports behind them."""
         table = self._rows
+        ids = outputs[: len(filled.sample_rows)]
+        reports = self._reports(filled, outputs[len(ids) :])
         table.computed[filled.rows] += filled.counts
         self._lifecycle.advance(filled.rows)
         self.prompt_tokens += int(filled.counts[filled.plan.num_decodes :].sum())
         alive = table.status[filled.sample_rows] != DEAD
         rows, ids = filled.sample_rows[alive], ids[alive]
+        if reports is not None:
+            reports = [report for report, keep in zip(reports, alive.tolist(), strict=True) if keep]
         if not len(rows):
             return
         table.append(rows, ids)
@@ -59,15 +66,34 @@ class Committer:
             for i in np.flatnonzero(own).tolist():
                 stops[i] |= int(ids[i]) in self._request(rows[i]).stop_ids
         ended = stops | (table.known[rows] >= table.limit[rows])
-        self._emit(rows, ids, stops, ended)
+        self._emit(rows, ids, stops, ended, reports or itertools.repeat(None, len(rows)))
         watched = table.watched[rows] & (table.status[rows] != DEAD)
         if watched.any():
             for row in rows[watched].tolist():
                 self._check_reader(self._request(row))
 
-    def _emit(self, rows: np.ndarray, ids: np.ndarray, stops: np.ndarray, ended: np.ndarray) -> None:
+    def _reports(self, filled: Filled, outputs: np.ndarray) -> list[TokenLogprobs | None] | None:
+        """The logprob report of each sample; None if nobody asked for any."""
+        asked = filled.edits.logprob_samples
+        if not len(asked):
+            return None
+        reports: list[TokenLogprobs | None] = [None] * len(filled.sample_rows)
+        found = read_logprobs(outputs, filled.edits.top, self._rows.logprobs[filled.sample_rows[asked]])
+        for sample, report in zip(asked.tolist(), found, strict=True):
+            reports[sample] = report
+        return reports
+
+    def _emit(
+        self,
+        rows: np.ndarray,
+        ids: np.ndarray,
+        stops: np.ndarray,
+        ended: np.ndarray,
+        reports: Iterable[TokenLogprobs | None],
+    ) -> None:
         requests, sink = self._rows.requests, self._sink
-        for row, token_id, end, stop in zip(rows.tolist(), ids.tolist(), ended.tolist(), stops.tolist(), strict=True):
+        columns = (rows.tolist(), ids.tolist(), ended.tolist(), stops.tolist(), reports)
+        for row, token_id, end, stop, report in zip(*columns, strict=True):
             request = requests[row]
             assert request is not None
             try:
@@ -75,7 +101,7 @@ class Committer:
             except Exception as error:  # whatever a tokenizer does, only the request that it was made for fails
                 self._fail(request, error)
                 continue
-            sink.token(request.reader, token_id, text)
+            sink.token(request.reader, token_id, text, report)
             if end or hit:
                 reason = FinishReason.STOP if stop or hit else FinishReason.LENGTH
                 self._lifecycle.transition(request, RequestStatus.FINISHED, reason)

@@ -315,6 +315,7 @@ class StepLoop:
         for request in list(parts.requests.values()):
             request.status, request.finish_reason = RequestStatus.FAILED, FinishReason.ERROR
             request.error = error(request.label)
+            parts.counters.ended(request.status)
             parts.registry.ended(request.id, request.label)
             parts.outbox.event(request)
         parts.requests.clear()

@@ -21,12 +21,17 @@ import torch
 from cbengine.cache.geometry import CacheGeometry, block_views
 from cbengine.cache.manager import block_tag
 from cbengine.devices.base import Device, DeviceLostError
-from cbengine.execution.batch import Filled, device_inputs
+from cbengine.execution import logprobs
+from cbengine.execution.batch import Filled, device_inputs, processor_inputs
 from cbengine.execution.inputs import StepInputs
+from cbengine.execution.processors import PenaltyTables, process
 from cbengine.execution.sampler import sample
 from cbengine.execution.slots import Layout, Slot, SlotState, StepSizes
 from cbengine.execution.swapping import copy_blocks
 from cbengine.models.base import ModelRunner
+
+PENALTIES = "penalty tables"
+"""The race check's name for them."""
 
 Sampler = Callable[..., torch.Tensor]
 
@@ -59,12 +64,14 @@ class Pipeline:
         width: int,
         geometry: CacheGeometry,
         pool: torch.Tensor,
+        vocab_size: int,
         sampler: Sampler = sample,
     ) -> None:
         self._device = device
         self._runner = runner
         self._sampler = sampler
         self._geometry = geometry
+        self.penalties = PenaltyTables(device, vocab_size)
         self._blocks = block_views(pool, geometry)
         self._transfer = device.stream("transfer")
         self._compute = device.stream("compute")
@@ -105,17 +112,20 @@ class Pipeline:
             launched.error = error
 
     def _queue(self, slot: Slot, filled: Filled) -> None:
-        device, words, samples = self._device, filled.layout.words, filled.layout.sizes.samples
+        device, words, out_words = self._device, filled.layout.words, filled.out_words
         device.copy(self._transfer, slot.device_in[:words], slot.host_in[:words])
         device.record(slot.inputs_ready, self._transfer)
         device.wait(self._compute, slot.inputs_ready)
         inputs = device_inputs(slot, filled)
         if any(filled.copies):
             self._copy(filled.copies)
+        if filled.loads:
+            load = partial(self.penalties.load, filled.loads)
+            device.launch(self._compute, load, name="load penalties", writes=(PENALTIES,))
         reads, writes = self._touched(slot, filled) if device.checks else ((), ())
         device.launch(self._compute, partial(self._run, slot, inputs, filled), name="step", reads=reads, writes=writes)
-        if samples:
-            device.copy(self._compute, slot.host_out[:samples], slot.device_out[:samples])
+        if out_words:
+            device.copy(self._compute, slot.host_out[:out_words], slot.device_out[:out_words])
         device.record(slot.done, self._compute)
 
     def _run(self, slot: Slot, inputs: StepInputs, filled: Filled) -> None:
@@ -127,9 +137,21 @@ class Pipeline:
             ids.copy_(torch.where(ids < 0, last, ids))
         logits = self._runner.forward(inputs)
         if inputs.num_samples:
-            tokens = self._sampler(logits, inputs.sampling)
-            slot.device_out[: inputs.num_samples] = tokens
-            self.last_token[slot.tensor(filled.layout, "sample_rows").long()] = tokens
+            self._sample(slot, logits, inputs, filled)
+
+    def _sample(self, slot: Slot, logits: torch.Tensor, inputs: StepInputs, filled: Filled) -> None:
+        samples, edits = inputs.num_samples, filled.edits
+        changes = processor_inputs(slot, filled)
+        processed = process(logits, changes, self.penalties) if changes else logits
+        tokens = self._sampler(processed, inputs.sampling)
+        slot.device_out[:samples] = tokens
+        self.last_token[slot.tensor(filled.layout, "sample_rows").long()] = tokens
+        if len(changes.penalty_samples):
+            self.penalties.count(tokens, changes)
+        if len(edits.logprob_samples):
+            wanted = slot.tensor(filled.layout, "logprob_samples").long()
+            out = slot.device_out[samples : filled.out_words]
+            logprobs.write(out, logits[wanted], tokens[wanted], edits.top)
 
     def _copy(self, copies: list[list[tuple[int, int]]]) -> None:
         """Blocks that two sequences shared and that one of them is about to write."""
@@ -145,8 +167,9 @@ class Pipeline:
     def _touched(self, slot: Slot, filled: Filled) -> tuple[list[Hashable], list[Hashable]]:
         """Tags of what the step reads and writes, for devices that check: pages inside windows only."""
         page, rows = self._geometry.page_size, [("row", row) for row in filled.rows.tolist()]
-        reads: list[Hashable] = [slot.device_in, *rows]
-        writes: list[Hashable] = [slot.device_out, *rows]
+        penalties = (PENALTIES,) if len(filled.edits.penalty_samples) else ()
+        reads: list[Hashable] = [slot.device_in, *rows, *penalties]
+        writes: list[Hashable] = [slot.device_out, *rows, *penalties]
         ends = filled.host_context_lens.astype(np.int64)
         for index, (group, tables) in enumerate(zip(self._geometry.groups, filled.host_tables, strict=True)):
             tag = block_tag(index)
@@ -160,7 +183,7 @@ class Pipeline:
         return self._in_flight[0]
 
     def wait(self) -> np.ndarray:
-        """Wait for the oldest step; returns its sampled ids, int32 [N]. Its slot is FREE afterwards.
+        """Wait for the oldest step; returns its outputs, int32 [out_words]. Its slot is FREE afterwards.
 
         Raises what the step raised; the step has left the pipeline then too. Raises `DeviceLostError` if the device is
         gone, or did not get the inputs.
@@ -176,11 +199,11 @@ class Pipeline:
             if self._device.checks:
                 self._device.host_access(reads=(slot.host_out,))
             # A copy: the slot is refilled, and may be overwritten, before this step's tokens are all delivered.
-            ids = slot.host_out[: launched.filled.layout.sizes.samples].numpy().copy()
+            outputs = slot.host_out[: launched.filled.out_words].numpy().copy()
         finally:
             self._in_flight.popleft()
             slot.state = SlotState.FREE
-        return ids
+        return outputs
 
     @staticmethod
     def _check_inputs(slot: Slot) -> None:

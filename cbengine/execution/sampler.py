@@ -329,9 +329,13 @@ def _locate(weights: Tensor, target: Tensor) -> Tensor:
 
 
 def _argmax(scores: Tensor) -> Tensor:
-    """`torch.argmax` over rows, lowest index on ties: int64 [n]. By blocks, which is five times faster on a CPU."""
-    if scores.shape[1] % _BLOCK:
-        scores = pad(scores, (0, -scores.shape[1] % _BLOCK), value=-math.inf)
-    blocks = scores.unflatten(1, (-1, _BLOCK))
-    block = blocks.amax(-1).argmax(-1)
-    return block * _BLOCK + blocks[torch.arange(len(scores), device=scores.device), block].argmax(-1)
+    """`torch.argmax` over rows, lowest index on ties: int64 [n]. By blocks, which is several times faster on a CPU."""
+    vocab = scores.shape[1]
+    whole = vocab // _BLOCK
+    maxima = scores[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)).amax(-1)
+    if vocab % _BLOCK:
+        maxima = torch.cat((maxima, scores[:, whole * _BLOCK :].amax(-1, keepdim=True)), 1)
+    block = maxima.argmax(-1, keepdim=True)
+    # Past the end the last token is looked at again, which changes nothing: of equal ones the first counts.
+    index = (block * _BLOCK + torch.arange(_BLOCK, device=scores.device)).clamp_(max=vocab - 1)
+    return index.gather(1, scores.gather(1, index).argmax(-1, keepdim=True))[:, 0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,11 @@ class StepSizes(NamedTuple):
     samples: int  # N
     banned: int  # B
     groups: int = 1  # G, attention types
+    biases: int = 0
+    penalties: int = 0  # Q
+    masks: int = 0  # M
+    mask_words: int = 0  # 32 tokens each
+    logprobs: int = 0  # L
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +51,9 @@ class Layout:
     words: int
 
     @staticmethod
+    @lru_cache(maxsize=4096)
     def of(sizes: StepSizes) -> Layout:
-        t, s, w, n, b, g = sizes
+        t, s, w, n, b, g, biases, q, m, mask_words, logprobs = sizes
         lengths = {
             "token_ids": t,
             "positions": t,
@@ -63,6 +70,17 @@ class Layout:
             "banned_rows": b,
             "banned_tokens": b,
             "block_tables": g * s * w,
+            "bias_samples": biases,
+            "bias_tokens": biases,
+            "bias_values": biases,
+            "penalty_samples": q,
+            "penalty_places": q,
+            "repetition": q,
+            "presence": q,
+            "frequency": q,
+            "mask_samples": m,
+            "masks": m * mask_words,
+            "logprob_samples": logprobs,
         }
         starts: dict[str, tuple[int, int]] = {}
         at = 0
@@ -82,6 +100,7 @@ class Slot:
         self._allocate(words)
         self.device_out = device.device_buffer((samples,), torch.int32)
         self.host_out = device.host_buffer((samples,), torch.int32)
+        """Sampled ids, int32 [N], and behind them the reports of `execution.logprobs`."""
         self.inputs_ready = device.event("inputs_ready")
         self.done = device.event("done")
 
@@ -91,11 +110,15 @@ class Slot:
         self._ints = self.host_in.numpy()
         self._floats = self._ints.view(np.float32)
 
-    def reserve(self, words: int) -> None:
-        """Make the input buffers at least this long. Only while FREE, and rare: an unusual number of banned tokens."""
+    def reserve(self, words: int, out_words: int) -> None:
+        """Make the buffers at least this long. Only while FREE, and rare: the first use of what few requests ask for."""
         assert self.state is SlotState.FREE
         if words > len(self._ints):
             self._allocate(max(words, 2 * len(self._ints)))
+        if out_words > len(self.host_out):
+            size = (max(out_words, 2 * len(self.host_out)),)
+            self.device_out = self._device.device_buffer(size, torch.int32)
+            self.host_out = self._device.host_buffer(size, torch.int32)
 
     def ints(self, layout: Layout, name: str) -> np.ndarray:
         """The host's view of a section, int32."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from cbengine.bridge.inbox import Command, Inbox, Stop
 from cbengine.cache.sizing import MemoryPlan
 from cbengine.config import EngineConfig
-from cbengine.devices.base import Device
+from cbengine.devices.base import Device, DeviceLostError
 from cbengine.errors import EngineDeadError, EngineError
 from cbengine.execution.build import Built, build
 from cbengine.execution.loop import stopped_error
@@ -25,7 +25,7 @@ from cbengine.execution.pipeline import Sampler
 from cbengine.execution.sampler import sample
 from cbengine.models.base import ModelRunner
 from cbengine.observe.counters import EngineStats
-from cbengine.observe.health import snapshot
+from cbengine.observe.health import final_snapshot, snapshot
 from cbengine.scheduling.admission import Registry
 from cbengine.text.background import TokenizerThread
 from cbengine.text.base import Tokenizer
@@ -198,10 +198,12 @@ class Worker:
         for step in steps:
             try:
                 step()
+            except DeviceLostError:
+                pass  # which is why the engine ends
             except Exception:
                 logger.warning("while the engine ended, cleaning up failed", exc_info=True)
         if built is not None:
-            self.last_stats = snapshot(built.loop.parts)
+            self.last_stats = final_snapshot(built.loop.parts)
             self.built = None  # and with it the cache's memory
 
     def _set_state(self, state: WorkerState) -> None:

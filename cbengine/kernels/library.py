@@ -116,7 +116,7 @@ class Operation(ctypes.Structure):
     """cpu/api.cpp. The fields of the union can be reached directly: `operation.norm`."""
 
     _anonymous_ = ("any",)
-    _fields_ = [("kind", _i32), ("rows_of", _i32), ("any", _AnyOperation)]
+    _fields_ = [*((name, _i32) for name in ("kind", "rows_of", "group", "unused")), ("any", _AnyOperation)]
 
 
 _STRUCTURES: tuple[type[ctypes.Structure], ...] = (Matrix, Batch, Embed, Norm, Product, Rope, Attend, Operation)

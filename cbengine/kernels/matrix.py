@@ -9,7 +9,7 @@ import torch
 
 from cbengine.kernels import library as lib
 from cbengine.kernels.library import Library
-from cbengine.kernels.team import Team, address, check, pointer
+from cbengine.kernels.team import address, check, pointer, team_of_thread
 
 _FORMATS = (lib.BF16, lib.F16, lib.F32)
 """In the order in which they are tried: bfloat16 is the fastest to read, and float32 holds everything."""
@@ -98,8 +98,8 @@ class PackedMatrix:
             self.library.unpack(pointer(self.structure), address(weight), *part)
         return weights
 
-    def product(self, team: Team, x: torch.Tensor, activation: str = "none") -> torch.Tensor:
-        """`x` [rows, depth] float32 times the weights, plus the bias: [rows, columns]. Compute thread.
+    def product(self, x: torch.Tensor, activation: str = "none") -> torch.Tensor:
+        """`x` [rows, depth] float32 times the weights, plus the bias: [rows, columns]. Any thread.
 
         A gated matrix gives activation(gate) * factor.
         """
@@ -118,5 +118,5 @@ class PackedMatrix:
                 epilogue=lib.GATED if self.gated else lib.STORE,
                 activation=lib.ACTIVATIONS[activation],
             )
-            check(self.library.product(team.handle(), ctypes.byref(task)))
+            check(self.library.product(team_of_thread(self.library), ctypes.byref(task)))
         return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 
 import torch
@@ -11,40 +12,42 @@ from cbengine.kernels.library import Library
 
 
 class Team:
-    """Threads for one model's kernels: as many as torch has in the calling thread, which is one of them.
+    """Native threads without a Python state. They sleep when there is nothing to do, and end when the object is collected.
 
-    They are native threads without a Python state. They sleep when there is nothing to do, and end when the object is
-    collected. One call at a time computes; others wait.
+    Args:
+        size: how many, of which the thread that calls a kernel is one.
+
+    Raises:
+        RuntimeError: the system lets us start no thread.
     """
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, size: int) -> None:
         self.library = library
-        self._size = 0
-        self._handle: int | None = None
-        self._end: weakref.finalize[..., Team] | None = None
+        self.size = size
+        self.handle: int | None = library.team_new(size)
+        if self.handle is None:
+            raise RuntimeError(f"could not start {size - 1} threads for the CPU kernels")
+        end = weakref.finalize(self, library.team_free, self.handle)
+        end.atexit = False  # somebody may still compute; the process takes all threads along
 
-    def handle(self) -> int:
-        """What the library's functions take as the team, with `torch.get_num_threads()` threads. Compute thread.
 
-        Raises:
-            RuntimeError: the system lets us start no thread.
-        """
-        size = torch.get_num_threads()
-        if self._handle is None or size != self._size:
-            self.close()
-            self._handle = self.library.team_new(size)
-            if self._handle is None:
-                raise RuntimeError(f"could not start {size - 1} threads for the CPU kernels")
-            self._size = size
-            self._end = weakref.finalize(self, self.library.team_free, self._handle)
-            self._end.atexit = False  # a thread may still compute; the process takes all of them along
-        return self._handle
+class _Local(threading.local):
+    team: Team | None = None
 
-    def close(self) -> None:
-        """End the threads. Idempotent; the next call starts new ones."""
-        if self._end is not None:
-            self._end()
-            self._handle = self._end = None
+
+_local = _Local()
+
+
+def team_of_thread(library: Library) -> int | None:
+    """What the library's functions take as the team: the calling thread's own, as large as torch's number of threads.
+
+    It is made at the first call, made anew when `torch.get_num_threads()` has changed, and ends with the thread. So
+    threads that compute at the same time never wait for each other.
+    """
+    team, size = _local.team, torch.get_num_threads()
+    if team is None or team.size != size or team.library is not library:
+        team = _local.team = Team(library, size)
+    return team.handle
 
 
 def check(status: int) -> None:

@@ -13,7 +13,11 @@ _WINDOW = 5.0  # seconds over which tokens per second are averaged
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot. Counts of "now" first, then totals since start. Pages are counted in blocks (one page for each layer)."""
+    """A snapshot. Counts of "now" first, then totals since start.
+
+    Pages are counted in chunks of the pool: in blocks (one page for each layer) where all layers have the same attention.
+    `pages_used + pages_free + pages_cached + pages_reserved == pages_total`.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -21,6 +25,8 @@ class EngineStats:
     pages_total: int = 0
     pages_used: int = 0
     pages_free: int = 0
+    pages_cached: int = 0
+    """Nobody's, with content that the next request with the same prefix uses again; free as soon as they are needed."""
     pages_reserved: int = 0
     rows_used: int = 0
     labels: int = 0
@@ -32,6 +38,12 @@ class EngineStats:
     prompt_tokens: int = 0
     """Prompt tokens computed, those computed again after a preemption included."""
     preemptions: int = 0
+    swaps: int = 0
+    """Preemptions whose pages were copied to the CPU pool, and so were not computed again."""
+    cached_tokens: int = 0
+    """Prompt tokens that were found in the prefix cache and not computed."""
+    cache_hit_rate: float = 0.0
+    """Their share in all tokens that requests were let in with."""
     requests_finished: int = 0
     requests_cancelled: int = 0
     requests_failed: int = 0

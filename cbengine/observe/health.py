@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cbengine.observe.counters import EngineStats
@@ -38,16 +38,36 @@ class EngineHealth:
         return EngineHealth("closed" if closed else "stopped")
 
 
+def final_snapshot(parts: LoopParts) -> EngineStats:
+    """The totals at the end of a run. Nothing is held any more: what an engine that died did not get to return went with
+    its cache."""
+    last = snapshot(parts)
+    return replace(
+        last,
+        running=0,
+        waiting=0,
+        pages_used=0,
+        pages_cached=0,
+        pages_free=last.pages_total - last.pages_reserved,
+        rows_used=0,
+        labels=0,
+        steps_in_flight=0,
+    )
+
+
 def snapshot(parts: LoopParts) -> EngineStats:
     """The counts as of now."""
     counters, usage = parts.counters, parts.cache.usage()
     running = parts.scheduler.num_running
+    sharing = parts.cache.sharing
+    found, asked = (0, 0) if sharing is None else (sharing.prefix.hit_tokens, sharing.prefix.queried_tokens)
     return EngineStats(
         running=running,
         waiting=max(0, len(parts.requests) - running),
         pages_total=usage.total,
         pages_used=usage.used,
         pages_free=usage.free,
+        pages_cached=usage.cached,
         pages_reserved=usage.reserved,
         rows_used=parts.rows.num_used,
         labels=parts.registry.num_labels,
@@ -57,6 +77,9 @@ def snapshot(parts: LoopParts) -> EngineStats:
         generated_tokens=parts.committer.tokens,
         prompt_tokens=parts.committer.prompt_tokens,
         preemptions=parts.lifecycle.preemptions,
+        swaps=0 if parts.cache.swap is None else parts.cache.swap.swaps_out,
+        cached_tokens=found,
+        cache_hit_rate=found / asked if asked else 0.0,
         requests_finished=counters.ends[RequestStatus.FINISHED],
         requests_cancelled=counters.ends[RequestStatus.CANCELLED],
         requests_failed=counters.ends[RequestStatus.FAILED],

@@ -133,9 +133,10 @@ class PassScheduler(Scheduler):
             return
         # Position p is computed to sample token p + 1, so nothing is computed past limit - 2: an end by length is known
         # ahead and never scheduled past (I4). A prefill pass before this one may have preempted somebody.
-        rows = rows[
-            (table.planned[rows] < table.limit[rows] - 1) & ~table.held[rows] & (table.status[rows] == RUNNING)
-        ]
+        rows = rows[(table.planned[rows] < table.limit[rows] - 1) & ~table.held[rows] & (table.status[rows] == RUNNING)]
+        lockstep = table.lockstep[rows]
+        if lockstep.any():  # they sit out the step for which their last token is not known yet
+            rows = rows[~lockstep | (table.planned[rows] < table.known[rows])]
         rows = rows[: max(0, min(self._left[0], self._left[1]))]
         full = table.planned[rows] >= self._cache.ready[rows]
         if full.any():

@@ -10,7 +10,7 @@ moves `computed` toward `known`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +18,10 @@ from cbengine.cache.prefix import Chain
 from cbengine.cache.swap import SwapTicket
 from cbengine.outputs import FinishReason, RequestStatus
 from cbengine.sampling import SamplingParams
-from cbengine.text.stop import StopMatcher
+from cbengine.scheduling.edit import LogitEdit
+
+if TYPE_CHECKING:
+    from cbengine.text.stop import StopMatcher
 
 _S = RequestStatus
 _ENDS = {_S.FINISHED, _S.CANCELLED, _S.FAILED}
@@ -55,6 +58,7 @@ class Request:
     """Number of tokens, prompt included, at which it ends by length."""
     stop_ids: frozenset[int] = frozenset()
     detokenizer: Any = None
+    edit: LogitEdit | None = None
     stops: StopMatcher | None = None
     """Finds its stop strings, if it has any."""
 

@@ -52,6 +52,21 @@ class RowTable:
         self.top_k = np.zeros(n, np.int32)
         self.top_p = np.ones(n, np.float32)
         self.min_p = np.zeros(n, np.float32)
+        self.repetition = np.ones(n, np.float32)
+        self.presence = np.zeros(n, np.float32)
+        self.frequency = np.zeros(n, np.float32)
+        self.penalty_place = np.full(n, -1, np.int32)
+        """Place in the device's penalty tables, -1 without penalties."""
+        self.edited = np.zeros(n, bool)
+        """Its request has a `LogitEdit`."""
+        self.lockstep = np.zeros(n, bool)
+        """Its next logits depend on tokens that the host must know first: never scheduled ahead of them."""
+        self.logprobs = np.full(n, -1, np.int32)
+        """Alternatives that it wants with each token's logprob, -1 for no logprobs."""
+        self.penalty_loads: list[tuple[int, np.ndarray, np.ndarray]] = []
+        """Rows with penalties that joined since the last step: place, prompt, answer so far."""
+        self._free_places: list[int] = []
+        self._places = 0
         # Grown by doubling, up to max_len, as longer sequences come: rows x the model's context would be far too much.
         self.tokens = np.zeros((n, min(max_len, 1024)), np.int32)
         self._free = list(range(capacity - 1, -1, -1))
@@ -101,7 +116,26 @@ class RowTable:
         self.top_k[row] = min(params.top_k or 0, _INT32_MAX)
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
+        self.edited[row] = request.edit is not None
+        self.lockstep[row] = request.edit is not None and bool(request.edit.words)
+        self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self._assign_penalties(row, request)
         return row
+
+    def _assign_penalties(self, row: int, request: Request) -> None:
+        params = request.params
+        if not params.has_penalties:
+            return
+        if not self._free_places:
+            self._free_places.append(self._places)
+            self._places += 1
+        place = self._free_places.pop()
+        self.penalty_place[row] = place
+        self.repetition[row] = params.repetition_penalty
+        self.presence[row] = params.presence_penalty
+        self.frequency[row] = params.frequency_penalty
+        tokens = self.tokens[row, : self.known[row]].copy()
+        self.penalty_loads.append((place, tokens[: request.prompt_len], tokens[request.prompt_len :]))
 
     def save(self, request: Request) -> None:
         """Keep the known tokens of a request that is about to lose its row."""
@@ -114,6 +148,11 @@ class RowTable:
         assert request is not None and self.status[row] in (LEAVING, DEAD)
         request.row = -1
         self.requests[row] = None
+        place = int(self.penalty_place[row])
+        if place >= 0:
+            self._free_places.append(place)
+            self.penalty_place[row] = -1
+            self.penalty_loads = [load for load in self.penalty_loads if load[0] != place]
         self.status[row] = FREE
         self._free.append(row)
 

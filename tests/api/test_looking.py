@@ -30,7 +30,7 @@ async def test_counts_while_running() -> None:
         assert stats.labels == 4
         assert stats.running == stats.rows_used == 2 and stats.waiting == 2
         assert stats.pages_used == 6  # two prompts of nine tokens and the next one: three pages each
-        assert stats.pages_used + stats.pages_free + stats.pages_reserved == stats.pages_total
+        assert stats.pages_used + stats.pages_free + stats.pages_cached + stats.pages_reserved == stats.pages_total
         assert stats.steps_in_flight == 2
         gate.open()
         for stream in streams:
@@ -40,7 +40,7 @@ async def test_counts_while_running() -> None:
         assert (stats.generated_tokens, stats.prompt_tokens, stats.requests_finished) == (24, 36, 4)
         assert (stats.requests_cancelled, stats.requests_failed, stats.preemptions) == (0, 0, 0)
         assert stats.tokens_per_second > 0 and stats.host_seconds > 0 and stats.uptime > stats.host_seconds
-        assert stats.pages_free == 20 and stats.steps_in_flight == 0
+        assert stats.pages_free + stats.pages_cached == 20 and stats.steps_in_flight == 0
         with pytest.raises(FrozenInstanceError):
             setattr(stats, "steps", 0)  # noqa: B010 - a plain assignment is an error to the type checker too
 

@@ -229,15 +229,17 @@ def test_synchronize_empties_every_stream_and_reports_nothing(device: Device) ->
 
 def test_a_lost_device_says_so_from_then_on(device: Device) -> None:
     compute, transfer = device.stream("compute"), device.stream("transfer")
-    done, other = device.event(), device.event()
+    done, moved, other = device.event(), device.event(), device.event()
     lost, ran = DeviceLostError("gone"), list[str]()
     device.launch(compute, _raise(lost))
     with contextlib.suppress(DeviceLostError):  # where the operation has already run
         device.record(done, compute)
         device.wait(transfer, done)
         device.launch(transfer, lambda: ran.append("was queued on another stream"))
-    with pytest.raises(DeviceLostError, match="gone"):
-        done.synchronize()
+        device.record(moved, transfer)
+    for event in (moved, done):
+        with pytest.raises(DeviceLostError, match="gone"):
+            event.synchronize()
     calls: list[Callable[[], object]] = [
         lambda: device.launch(transfer, lambda: ran.append("ran on a lost device")),
         lambda: device.copy(transfer, torch.zeros(1), torch.zeros(1)),

@@ -160,6 +160,18 @@ def test_an_operation_may_wait_for_another_stream_that_can_go_on() -> None:
     assert device.trace == [("b", "first"), ("a", "second")]
 
 
+def test_what_an_operation_waits_for_is_not_ordered_before_the_host() -> None:
+    device = SimDevice(0, eagerness=0.9)
+    a, b, after_b = device.stream("a"), device.stream("b"), device.event()
+    device.launch(b, _nothing, reads=("x",))
+    device.record(after_b, b)
+    device.launch(a, after_b.synchronize)
+    while len(device.trace) < 2:
+        device.host_access()
+    with pytest.raises(RaceError):
+        device.host_access(writes=("x",))
+
+
 def test_an_operation_that_waits_for_the_whole_device_is_a_deadlock() -> None:
     device = _lazy()
     device.launch(device.stream("compute"), device.synchronize)

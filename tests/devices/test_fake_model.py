@@ -207,6 +207,17 @@ def test_what_lies_past_the_context_does_not_count() -> None:
         assert _generate(runner, prompt, 5, chunk=100) == model.reference(prompt, 5, ignore_eos=True)
 
 
+def test_any_token_of_a_chunk_may_be_sampled() -> None:
+    runner, prompt = Runner(FakeModel(), seed=0), _prompt(random.Random(6), 11)
+    table = [9, 4, 7]
+    places = list(range(11))
+    for start, end in ((0, 5), (5, 11)):
+        chunk = prompt[start:end], places[start:end]
+        logits = runner.model.forward(_inputs(*chunk, [0, end - start], [end], [table], places[: end - start]))
+        expected = [runner.model.reference(prompt[: i + 1], 1)[0] for i in places[start:end]]
+        assert logits.argmax(-1).tolist() == expected
+
+
 def test_a_step_may_sample_nothing() -> None:
     runner = Runner(FakeModel(), seed=0)
     sequence = runner.sequence(_prompt(random.Random(0), 10))

@@ -62,5 +62,5 @@ def test_the_race_check_finds_a_hazard_under_every_seed(hazard: str) -> None:
 def test_a_hazard_also_shows_as_wrong_tokens(hazard: str) -> None:
     expected = reference()
     planted, _ = HAZARDS[hazard]
-    wrong = [seed for seed in SEEDS if _run(seed, planted, check_races=False) != expected]
+    wrong = [seed for seed in SEEDS[:60] if _run(seed, planted, check_races=False) != expected]
     assert len(wrong) >= 10

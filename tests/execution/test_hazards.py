@@ -31,9 +31,15 @@ def _find(hazard: Hazard, seed: int, *, watched: bool = True) -> Exception | Non
 
 @pytest.mark.parametrize("name", list(HAZARDS))
 def test_a_hazard_is_found_in_most_seeds(name: str) -> None:
-    hazard = HAZARDS[name]
-    found = [error for seed in SEEDS if (error := _find(hazard, seed)) is not None]
-    assert len(found) >= len(SEEDS) * 0.6, f"found in {len(found)} of {len(SEEDS)} seeds"
+    hazard, most = HAZARDS[name], len(SEEDS) // 2 + 1
+    found: list[Exception] = []
+    for seed in SEEDS:
+        error = _find(hazard, seed)
+        if error is not None:
+            found.append(error)
+        if len(found) == most:  # whatever the other seeds say
+            break
+    assert len(found) == most, f"found in {len(found)} of {len(SEEDS)} seeds"
     as_meant = [error for error in found if re.search(hazard.found_as, str(error))]
     assert len(as_meant) > len(found) / 2, [str(error) for error in found[:5]]
 

@@ -94,7 +94,7 @@ async def test_a_real_model_with_a_long_text(
     heart = Heartbeat()
     async with heart.beating():
         streams = [
-            real_engine.stream(prompt(6, n), max_new_tokens=3, temperature=0, ignore_eos=True) for n in range(16)
+            real_engine.stream(prompt(6, n), max_new_tokens=3, temperature=0, ignore_eos=True) for n in range(12)
         ]
         long = real_engine.stream("The quick brown fox jumps. " * 200, max_new_tokens=1)  # over a thousand tokens
         async with anyio.create_task_group() as group:

@@ -53,9 +53,13 @@ async def use(engine):
     return during
 
 torch.ones(4).softmax(0)
+asyncio.run(nothing())  # sets the policy that asyncio goes by
 before = state()
 without = asyncio.run(nothing())
 during = asyncio.run(use(cbengine.AsyncEngine(FakeModel())))
+for thread in threading.enumerate():
+    if thread is not threading.main_thread():
+        thread.join(10)  # it has said that it ends; this is the moment until it has
 print(json.dumps({"during": differences(without, during), "after": differences(before, state())}))
 """
 

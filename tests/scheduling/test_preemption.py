@@ -113,13 +113,12 @@ def test_everybody_finishes_with_five_times_as_much_as_fits(policy: type[PassSch
         nonlocal computed
         computed += plan.num_tokens
 
-    turns = desk.run(count)
+    desk.run(count)
     assert {request.status for request in desk.requests} == {RequestStatus.FINISHED}
     assert sum(request.preemptions for request in desk.requests) == desk.lifecycle.preemptions == len(victims)
-    print(f"{len(victims)} preemptions, {computed / needed:.2f} tokens computed for each one needed", max(r.preemptions for r in desk.requests), turns)  # pytest -rP
-    # Bounded: nobody is preempted again and again, and the work done twice is less than the work itself.
+    print(f"{len(victims)} preemptions, {computed / needed:.2f} tokens computed for each one needed")  # pytest -rP
+    # Bounded: nobody is preempted again and again, and what is computed twice is less than what has to be computed once.
     assert 0 < len(victims) <= 2 * len(desk.requests)
-    assert max(request.preemptions for request in desk.requests) <= 8
+    assert max(request.preemptions for request in desk.requests) <= 5
     assert computed < 2 * needed
-    assert turns < 500
     desk.check_idle()

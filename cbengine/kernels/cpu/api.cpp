@@ -13,9 +13,10 @@ namespace {
 enum Kind : int32_t { KIND_EMBED = 0, KIND_NORM = 1, KIND_PRODUCT = 2, KIND_ROPE = 3, KIND_ATTEND = 4 };
 enum RowsOf : int32_t { ROWS_TOKENS = 0, ROWS_SAMPLES = 1 };
 
-// One operation of a step. Its number of rows is the step's number of tokens, or of sampled tokens.
+// One operation of a step. Its number of rows is the step's number of tokens, or of sampled tokens. `group`: which of the
+// step's batches it sees, that is, whose block tables.
 struct Operation {
-  int32_t kind, rows_of;
+  int32_t kind, rows_of, group, unused;
   union {
     Embed embed;
     Norm norm;
@@ -26,7 +27,7 @@ struct Operation {
 };
 
 struct Step {
-  const Batch* batch;
+  const Batch* batches;
   const Operation* operations;
   int64_t count;
 };
@@ -35,12 +36,13 @@ void work_on_step(void* context, Member& member) {
   const Step& step = *static_cast<const Step*>(context);
   for (int64_t i = 0; i < step.count; ++i) {
     const Operation& operation = step.operations[i];
-    const int64_t rows = operation.rows_of == ROWS_TOKENS ? step.batch->tokens : step.batch->samples;
+    const Batch& batch = step.batches[operation.group];
+    const int64_t rows = operation.rows_of == ROWS_TOKENS ? batch.tokens : batch.samples;
     switch (operation.kind) {
-      case KIND_EMBED: embed_work(operation.embed, *step.batch, member); break;
-      case KIND_NORM: norm_work(operation.norm, rows, *step.batch, member); break;
-      case KIND_ROPE: rope_work(operation.rope, *step.batch, member); break;
-      case KIND_ATTEND: attend_work(operation.attend, *step.batch, member); break;
+      case KIND_EMBED: embed_work(operation.embed, batch, member); break;
+      case KIND_NORM: norm_work(operation.norm, rows, batch, member); break;
+      case KIND_ROPE: rope_work(operation.rope, batch, member); break;
+      case KIND_ATTEND: attend_work(operation.attend, batch, member); break;
       default: {
         Product product = operation.product;
         product.rows = rows;
@@ -121,23 +123,22 @@ void cb_unpack(const Matrix* matrix, float* target, int64_t first, int64_t count
   unpack(*matrix, target, first, count, part);
 }
 
-// All operations of a step, one after the other.
-int32_t cb_run(Team* team, const Batch* batch, const Operation* operations, int64_t count) {
-  place(*batch);
-  Step step{batch, operations, count};
+// All operations of a step, one after the other; the batches have been placed.
+int32_t cb_run(Team* team, const Batch* batches, const Operation* operations, int64_t count) {
+  Step step{batches, operations, count};
   return run(team, step);
 }
 
 // The attention of one layer by itself; `batch` has been placed.
 int32_t cb_attend(Team* team, const Batch* batch, const Attend* attend) {
-  Operation operation{KIND_ATTEND, ROWS_TOKENS, {}};
+  Operation operation{KIND_ATTEND, ROWS_TOKENS, 0, 0, {}};
   operation.attend = *attend;
   Step step{batch, &operation, 1};
   return run(team, step);
 }
 
 int32_t cb_product(Team* team, const Product* product) {
-  Operation operation{KIND_PRODUCT, ROWS_TOKENS, {}};
+  Operation operation{KIND_PRODUCT, ROWS_TOKENS, 0, 0, {}};
   operation.product = *product;
   Batch batch{};
   batch.tokens = product->rows;

@@ -7,7 +7,7 @@ namespace cb {
 namespace {
 
 constexpr long ROW_GROUP = 9 * MRMAX;  // rows that stay in the core's cache while panels pass
-constexpr long DEPTH_CHUNK = 1024;     // longest chain of additions; partial sums are added up in order
+constexpr long DEPTH_CHUNK = 256;      // longest chain of additions; partial sums are added up in order
 constexpr int MAX_TILE = MRMAX * NR > 8 * NR ? MRMAX * NR : 8 * NR;
 
 int64_t panels(int64_t columns, int32_t gated) {
