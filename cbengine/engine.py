@@ -5,18 +5,16 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from types import TracebackType
 from typing import Any, Unpack
 
 import anyio
 
+from cbengine.asking import Ask, Desk
 from cbengine.batching import CompletionIterator
-from cbengine.bridge.buffer import StreamBuffer
-from cbengine.bridge.inbox import Cancel, Pause, Read, Resume, Stop, Submit
+from cbengine.bridge.inbox import Pause, Resume, Stop
 from cbengine.bridge.ports import Ports
 from cbengine.bridge.reply import Reply
 from cbengine.cache.sizing import MemoryPlan
@@ -34,11 +32,10 @@ from cbengine.execution.worker import Loaded, Worker, WorkerState, dead_error
 from cbengine.loading import load
 from cbengine.observe.counters import EngineStats
 from cbengine.observe.health import EngineHealth
-from cbengine.options import RequestArguments, split
+from cbengine.options import RequestArguments
 from cbengine.outputs import Completion
 from cbengine.prompts import Prompt, PromptReader
 from cbengine.sampling import SamplingParams
-from cbengine.scheduling.request import Request
 from cbengine.stream import TokenStream
 from cbengine.text.base import Tokenizer
 
@@ -83,7 +80,7 @@ class AsyncEngine:
         self._start_lock = threading.Lock()
         self._ids = itertools.count()
         self._ports = Ports()
-        self._prompts: PromptReader | None = None
+        self._open_desk: Desk | None = None
 
     @classmethod
     def from_pretrained(
@@ -172,7 +169,7 @@ class AsyncEngine:
         with anyio.CancelScope(shield=True):
             await self.stop(hard=True)
         self._loaded = None
-        self._prompts = None
+        self._open_desk = None
 
     async def __aenter__(self) -> AsyncEngine:
         try:
@@ -260,58 +257,14 @@ class AsyncEngine:
         add_special_tokens: bool = True,
     ) -> TokenStream:
         try:
-            return self._accept(prompt, params, request_id, arguments, index, add_special_tokens)
+            desk = self._desk(self._running())
+            return desk.accept(
+                Ask(prompt, params, arguments, request_id, index, add_special_tokens), self._ports.current()
+            )
         except CBEngineError as error:
             if error.request_id is None and isinstance(request_id, str):
                 error.request_id = request_id
             raise
-
-    def _accept(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        request_id: str | None,
-        arguments: Mapping[str, Any],
-        index: int,
-        add_special_tokens: bool,
-    ) -> TokenStream:
-        worker = self._running()
-        prompts = self._reader(worker)
-        port = self._ports.current()
-        sampling, options = split(arguments)
-        options = options.resolved(self._config)
-        resolved = prompts.resolve(params, sampling)
-        number = next(self._ids)
-        label = prompts.label(request_id, number)
-        seed = resolved.seed if resolved.seed is not None else self._fresh_seed(number)
-        now = time.monotonic()
-        parsed = prompts.read(prompt, resolved, label, add_special_tokens=add_special_tokens)
-        buffer = StreamBuffer(port, label, 0 if parsed.ids is None else len(parsed.ids), now)
-        request = Request(
-            id=number,
-            label=label,
-            params=resolved,
-            seed=seed,
-            reader=buffer,
-            arrival_time=now,
-            prompt=parsed.ids,
-            limit=parsed.limit,
-            stop_ids=frozenset(resolved.stop_token_ids),
-            edit=prompts.edit(resolved),
-            timeout=options.timeout,
-            queue_timeout=options.queue_timeout,
-            backpressure=options.backpressure or "buffer",
-            stream_buffer=options.stream_buffer or 1,
-            cache_salt=options.cache_salt,
-        )
-        if request.backpressure == "pause":
-            buffer.stride = max(1, request.stream_buffer // 2)
-            buffer.ack = partial(worker.inbox.put, Read(number))
-        worker.registry.enter(number, label, parsed.tokens, partial(worker.inbox.put, Submit(request)))
-        stream = TokenStream(buffer, partial(worker.inbox.put, Cancel(number)), index)
-        if parsed.text is not None:
-            prompts.tokenize_later(number, parsed.text, resolved, label, add_special_tokens=add_special_tokens)
-        return stream
 
     def chat(
         self,
@@ -424,11 +377,13 @@ class AsyncEngine:
         """Whether the engine serves, and if not, why. Any thread."""
         return EngineHealth.of(self._worker, closed=self._closed)
 
-    def _reader(self, worker: Worker) -> PromptReader:
-        prompts = self._prompts
-        if prompts is None or prompts.worker is not worker:
-            prompts = self._prompts = PromptReader(worker)
-        return prompts
+    def _desk(self, worker: Worker) -> Desk:
+        desk = self._open_desk
+        if desk is None or desk.worker is not worker:
+            reader = PromptReader(worker)
+            desk = Desk(worker, reader, self._config, self._ids.__next__, self._fresh_seed)
+            self._open_desk = desk
+        return desk
 
     def _running(self) -> Worker:
         """The worker, if it takes requests; else the error that says why not."""

@@ -34,6 +34,7 @@ class RequestArguments(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     bad_words: Sequence[str | Sequence[int]]
     allowed_token_ids: Sequence[int] | None
+    n: int
     logprobs: int | None
 
     timeout: float | None

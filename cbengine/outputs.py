@@ -56,6 +56,8 @@ class Token:
     """The likeliest (token id, log probability) pairs, likeliest first, as many as were asked for."""
     finish_reason: FinishReason | None = None
     """Set on the last token of an answer that ended by itself (stop, length), None on all others."""
+    choice: int = 0
+    """Which of the `n` answers it belongs to."""
 
     def __str__(self) -> str:
         return self.text
@@ -118,6 +120,10 @@ class Completion:
     metrics: RequestMetrics
     index: int = 0
     """Place of its prompt in a batch (`generate_batch`, `as_completed`)."""
+    choice: int = 0
+    """Which of the `n` answers it is."""
+    choices: tuple[Completion, ...] = ()
+    """With `n > 1` all answers, this one first."""
     logprobs: tuple[float, ...] | None = None
     """One a token, if they were asked for."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None

@@ -138,17 +138,18 @@ class PromptReader:
         return Parsed(len(ids), ids, self._limit(ids, params, label))
 
     def tokenize_later(
-        self, number: int, text: str, params: SamplingParams, label: str, *, add_special_tokens: bool
+        self, numbers: Sequence[int], text: str, params: SamplingParams, label: str, *, add_special_tokens: bool
     ) -> None:
-        """Tokenize a long text on the tokenizer thread; the engine thread hears of it by a `Tokenized`."""
+        """Tokenize a long text on the tokenizer thread; the engine thread hears of it by a `Tokenized` for each request."""
 
         def job() -> None:
             try:
                 ids = self._encode(text, label, add_special_tokens)
-                command = Tokenized(number, ids, self._limit(ids, params, label))
+                limit, failed = self._limit(ids, params, label), None
             except Exception as error:
-                command = Tokenized(number, None, 0, error)
-            self.worker.inbox.put(command)
+                ids, limit, failed = None, 0, error
+            for number in numbers:
+                self.worker.inbox.put(Tokenized(number, ids, limit, failed))
 
         self.worker.background.submit(job)
 

@@ -17,6 +17,8 @@ _MAX_SEED = 2**64 - 1
 # them: the engine keeps parameters in arrays of int32, int64 and float32.
 _MAX_INT = 2**31 - 1
 _MAX_FLOAT = 3.4e38
+MAX_CHOICES = 128
+"""Most answers to one prompt; the limit of the OpenAI API."""
 MAX_LOGPROBS = 20
 """Most alternatives that a request may ask for at each token; the limit of the OpenAI API."""
 
@@ -68,6 +70,9 @@ class SamplingParams:
     the answer and after a blank. Source: vLLM, and `bad_words_ids` of transformers."""
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these tokens may be drawn (end-of-sequence tokens only if they are among them). Source: vLLM."""
+    n: int = 1
+    """Answers to the same prompt, at least 1. They share the prompt's pages, and each draws with a seed of its own, derived
+    from `seed`; the first draws as it would alone. Source: the OpenAI API."""
     logprobs: int | None = None
     """Report the log probability of each token, and of this many likeliest ones at its place, from 0 to 20."""
 
@@ -104,6 +109,7 @@ class SamplingParams:
                 raise InvalidRequestError(
                     "allowed_token_ids is empty, so that no token could be drawn; None allows all"
                 )
+        put("n", _integer("n", self.n, low=1, high=MAX_CHOICES))
         put("logprobs", _integer("logprobs", self.logprobs, high=MAX_LOGPROBS, optional=True))
         _flag("include_stop_str_in_output", self.include_stop_str_in_output)
 

@@ -69,10 +69,7 @@ class TokenStream:
 
     async def __anext__(self) -> Token:
         await self._more()
-        at = self._cursor
-        self._cursor = at + 1
-        self._buffer.advance(at + 1)
-        return self._token(at)
+        return self._next_ready()
 
     async def _more(self) -> None:
         """Return once there is an unread token; raise `StopAsyncIteration`, or the request's error, at the end."""
@@ -191,6 +188,31 @@ class TokenStream:
             logprobs=tuple(report.logprob for report in buffer.logprobs) if buffer.logprobs else None,
             top_logprobs=tuple(report.top for report in buffer.logprobs) if buffer.logprobs else None,
         )
+
+    @property
+    def choices(self) -> tuple[TokenStream, ...]:
+        """The streams of the `n` answers; this one alone unless `n > 1`."""
+        return (self,)
+
+    # What a stream of several answers asks of its parts (`choices.py`).
+
+    @property
+    def _ended(self) -> bool:
+        return self._buffer.reason is not None or self._left
+
+    @property
+    def _has_unread(self) -> bool:
+        return self._cursor < len(self._buffer.ids) and not self._left
+
+    @property
+    def _ready_since(self) -> float:
+        return self._buffer.times[self._cursor]
+
+    def _next_ready(self) -> Token:
+        at = self._cursor
+        self._cursor = at + 1
+        self._buffer.advance(at + 1)
+        return self._token(at)
 
     def when_ended(self, callback: Callable[[], None]) -> None:
         """Call `callback()` once the answer has ended: on the stream's own loop, at once if it has ended already."""

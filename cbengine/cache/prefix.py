@@ -191,7 +191,7 @@ class PrefixCache:
 
     def promise(self, row: int, keys: Sequence[bytes]) -> None:
         """`row` is about to compute the pages with these keys, unless somebody else promised to."""
-        new = [key for key in keys if key not in self._promised and key not in self._nodes]
+        new = [key for key in dict.fromkeys(keys) if key not in self._promised and key not in self._nodes]
         self._promised.update(dict.fromkeys(new, row))
         if new:
             self._promises[row] = new

@@ -248,7 +248,14 @@ class PassScheduler(Scheduler):
                 return
             match = self._find(request)
             if match is not None and not self._let_in(request, match):
+                self._take_from_held()
                 return
+
+    def _take_from_held(self) -> None:
+        """Somebody waits for room: a request that only waits for its reader gives its pages up, the newest first."""
+        held = [request for request in self._decoding if request.held and request.row >= 0]
+        if held and not self._cache.num_retired:
+            self._preempt(held[-1])
 
     def _find(self, request: Request) -> Match | None:
         """What is there of the request's tokens. None: it was set aside, because somebody is computing more of them."""

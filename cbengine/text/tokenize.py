@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -11,11 +11,13 @@ from tokenizers import Tokenizer as Backend
 from cbengine.errors import InvalidRequestError
 from cbengine.text.base import IncrementalDetokenizer
 from cbengine.text.chat import apply_chat_template
-from cbengine.text.decoders import Factory, as_byte, detokenizer_factory, window_factory
-from cbengine.text.detokenize import WindowSource
+from cbengine.text.decoders import DetokenizerFactory, as_byte, detokenizer_factory, window_factory
+from cbengine.text.detokenize import TokenTable, WindowSource
 from cbengine.text.gguf import fix_gguf_tokenizer
 
 __all__ = ["TextTokenizer", "fix_gguf_tokenizer"]
+
+_MOST_KEPT = 16  # sets of shown special tokens whose tables are remembered
 
 
 class TextTokenizer:
@@ -28,12 +30,14 @@ class TextTokenizer:
     elsewhere meanwhile.
 
     Attributes: `vocab_size` counts added tokens; `eos_token_id` is None where there is none; `hf` is the tokenizer
-    given. Building takes 0.3 s for 262k tokens (the detokenizer's tables).
+    given; `special_tokens` are the ids, by their names, of the tokens that texts are without. Building takes 0.3 s for
+    262k tokens (the detokenizer's tables).
     """
 
     vocab_size: int
     eos_token_id: int | None
     has_chat_template: bool
+    special_tokens: Mapping[str, int]
 
     def __init__(self, tokenizer: Any) -> None:
         self.hf = tokenizer
@@ -45,13 +49,17 @@ class TextTokenizer:
         private = _private_copy(backend) if isinstance(backend, Backend) else None
         self._encoder = private if _inherits(tokenizer, "encode", "_encode_plus", "__call__") else None
         self._decoder = private if _inherits(tokenizer, "decode", "_decode") else None
-        self._make: Factory
+        self._make: DetokenizerFactory
+        self._keeping: dict[frozenset[int], DetokenizerFactory] = {}
         if self._decoder is not None:
             self._make = detokenizer_factory(self._decoder)
+            added = self._decoder.get_added_tokens_decoder()
+            self.special_tokens = {token.content: i for i, token in added.items() if token.special}
         else:
             self._known = _Known(tokenizer)
             source = WindowSource(self.decode, self._known.silent, self._known.byte_like)
             self._make = window_factory(source, [range(self.vocab_size)])
+            self.special_tokens = self._known.specials
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, never truncated. Special tokens written in the text count as such.
@@ -82,9 +90,38 @@ class TextTokenizer:
         known = [token_id for token_id in ids if self._known.token(token_id) is not None]
         return self.hf.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def detokenizer(self) -> IncrementalDetokenizer:
-        """The text of one new answer, token by token: the joined texts equal `decode` of all its ids."""
-        return self._make()
+    def detokenizer(self, keep: frozenset[int] = frozenset()) -> IncrementalDetokenizer:
+        """The text of one new answer, token by token: the joined texts equal `decode` of all its ids.
+
+        `keep`: special tokens that have text in this answer, their own names, so that a parser of tool calls or of
+        reasoning sees its markers. Get them from `ids_of_special`. Any thread.
+        """
+        if not keep:
+            return self._make()
+        make = self._keeping.get(keep)
+        if make is None:
+            if len(self._keeping) >= _MOST_KEPT:
+                self._keeping = {}
+            make = self._keeping[keep] = self._make.keeping(keep, self._decode_all)
+        return make()
+
+    def ids_of_special(self, texts: Iterable[str]) -> frozenset[int]:
+        """The special tokens whose names are among `texts`; the other texts are no special tokens of this tokenizer.
+
+        `detokenizer(keep=ids_of_special(markers(...)))` shows them.
+        """
+        return frozenset(self.special_tokens[text] for text in texts if text in self.special_tokens)
+
+    @property
+    def table(self) -> TokenTable | None:
+        """What each token adds to a text; None where only the whole decoder knows. Shared: not to be changed."""
+        return self._make.source if isinstance(self._make.source, TokenTable) else None
+
+    def _decode_all(self, ids: Sequence[int]) -> str:
+        """Like `decode`, with the names of special tokens."""
+        if self._decoder is not None:
+            return self._decoder.decode(list(ids), skip_special_tokens=False)
+        return self.hf.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The prompt text of a conversation; see `text.chat.apply_chat_template` for options and errors."""
@@ -98,6 +135,7 @@ class _Known:
         self._convert: Callable[[int], object] = tokenizer.convert_ids_to_tokens
         self._specials = frozenset(getattr(tokenizer, "all_special_ids", ()))
         self._tokens: dict[int, str | None] = {}
+        self.specials = {token: i for i in sorted(self._specials) if (token := self.token(i)) is not None}
 
     def token(self, token_id: int) -> str | None:
         """The token's string, or None if there is no such token."""

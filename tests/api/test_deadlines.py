@@ -144,3 +144,17 @@ async def test_bad_values() -> None:
         ):
             with pytest.raises(InvalidRequestError, match=says):
                 engine.stream(PROMPT, **arguments)  # type: ignore[arg-type]
+
+
+@aio
+async def test_a_paused_reader_gives_its_pages_to_who_needs_them() -> None:
+    model = FakeModel(eos_token_ids=())
+    small = {**SETTINGS, "num_blocks": 16, "safety_margin": 0.0}
+    async with AsyncEngine(model, **small) as engine:
+        asleep = engine.stream(PROMPT, max_new_tokens=57, backpressure="pause", stream_buffer=20)
+        await eventually(lambda: len(asleep.token_ids) >= 20)
+        answer = await engine.generate(PROMPT, max_new_tokens=60)
+        assert list(answer.token_ids) == model.reference(PROMPT, 60)
+        assert asleep.metrics.preemptions >= 1
+        assert [token.id async for token in asleep] == model.reference(PROMPT, 57)
+        await idle(engine)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -359,7 +359,9 @@ class UnevenMachine(CacheMachine):
 
 
 for machine in (CacheMachine, CollidingMachine, SlidingMachine, HybridMachine, UnevenMachine):
-    machine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+    machine.TestCase.settings = settings(
+        max_examples=40, stateful_step_count=60, deadline=None, phases=(Phase.reuse, Phase.generate)
+    )
 
 TestFull = CacheMachine.TestCase
 TestColliding = CollidingMachine.TestCase

@@ -72,7 +72,9 @@ def test_the_cache_is_the_plan_in_blocks() -> None:
 
 def test_the_plan_can_be_read() -> None:
     text = str(_plan(8 * GIB, num_blocks=100))
-    assert text.startswith("cache of 100 blocks x 256 tokens = 25,600 tokens (1148 MiB), steps of up to 512 tokens of 256")
+    assert text.startswith(
+        "cache of 100 blocks x 256 tokens = 25,600 tokens (1148 MiB), steps of up to 512 tokens of 256"
+    )
     assert "sequences of up to 8,192 tokens" in text
 
 

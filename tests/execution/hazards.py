@@ -262,7 +262,9 @@ def _noise_of_a_neighbour(driver: Driver, slot: Slot, filled: Filled) -> None:
 
 
 HAZARDS: dict[str, Hazard] = {
-    "a cancel goes past the transition": Hazard("I2", _end_without_transition, "without a transition|after its end|cannot"),
+    "a cancel goes past the transition": Hazard(
+        "I2", _end_without_transition, "without a transition|after its end|cannot"
+    ),
     "rows are held until the engine is idle": Hazard("I3", _rows_held_while_busy, "^I3: row"),
     "an ended request goes on being scheduled": Hazard("I4", _dead_rows_decode, "^I4|none can be scheduled"),
     "a speculated token is emitted": Hazard("I4", _dead_rows_commit, "after its end|cannot become"),
@@ -273,7 +275,9 @@ HAZARDS: dict[str, Hazard] = {
     "compute does not wait for its inputs": Hazard("I7", _drop("wait", "inputs_ready"), "race .* transfer and step"),
     "ids are not taken from the device": Hazard("I7", _after_fill(_stale_ids), "^I7"),
     "no wait before outputs are read": Hazard("I8", _read_before_wait, "race .* compute and the host"),
-    "done is recorded before the tokens are copied": Hazard("I8", _done_before_the_tokens, "race .* compute and the host"),
+    "done is recorded before the tokens are copied": Hazard(
+        "I8", _done_before_the_tokens, "race .* compute and the host"
+    ),
     "three steps in flight": Hazard("I9", _three_slots, "^I9"),
     "steps run on either stream": Hazard("I10", _steps_on_the_transfer_stream, "race .* step on"),
     "pages come back at once": Hazard("I11", _early_pages, "race on .'block'"),

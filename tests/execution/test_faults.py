@@ -72,7 +72,9 @@ PLACES: dict[str, Callable[[Driver, Fault], None]] = {
     "before the slot is filled": lambda driver, fault: _before(driver.parts.filler, "fill", fault),
     "after the slot was filled": lambda driver, fault: _after(driver.parts.filler, "fill", fault),
     "queueing the inputs": lambda d, fault: _before(d.device, "copy", fault, lambda s, *_: s.name == "transfer"),
-    "queueing the step": lambda driver, fault: _before(driver.device, "launch", fault, lambda s, *_: s.name == "compute"),
+    "queueing the step": lambda driver, fault: _before(
+        driver.device, "launch", fault, lambda s, *_: s.name == "compute"
+    ),
     "queueing the tokens": lambda d, fault: _before(d.device, "copy", fault, lambda s, *_: s.name == "compute"),
     "recording done": lambda driver, fault: _before(driver.device, "record", fault, lambda e, s: s.name == "compute"),
 }

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from cbengine.devices import Device, InlineDevice, ThreadedDevice
 from cbengine.errors import RequestFailedError
+from cbengine.execution.batch import Filled
 from cbengine.outputs import FinishReason
 from cbengine.testing import SimDevice
 from tests.execution.host_reads import HostReads
@@ -69,9 +71,9 @@ def test_a_host_read_of_a_device_tensor_is_found() -> None:
     driver = make_driver(device, 0)
     commit = driver.parts.committer.commit
 
-    def peek(*args: object) -> None:
+    def peek(filled: Filled, outputs: np.ndarray) -> None:
         driver.parts.pipeline.last_token.tolist()
-        commit(*args)
+        commit(filled, outputs)
 
     driver.parts.committer.commit = peek
     with guard:

@@ -213,7 +213,11 @@ class Witness:
 
     def _queue(self, inner: Callable[..., None], stream: Any, fn: Callable[[], Any], **options: Any) -> None:
         what = options.get("name")  # on some devices a copy is launched like a step
-        self._check(stream.name == "compute" or what in ("copy", "swap in", "swap out"), "I10", f"{what!r} was put on stream {stream.name}")
+        self._check(
+            stream.name == "compute" or what in ("copy", "swap in", "swap out"),
+            "I10",
+            f"{what!r} was put on stream {stream.name}",
+        )
         inner(stream, fn, **options)
 
     def _reserve_slot(self, inner: Callable[..., None], *sizes: int) -> None:
@@ -236,7 +240,9 @@ class Witness:
         filled = step.filled
         for name in ("query_starts", "context_lens", "block_tables"):
             given, meant = getattr(inputs, name).numpy(), getattr(filled, f"host_{name}")
-            self._check(np.array_equal(given, meant), "I7", f"the {name} of step {step.number} are not those it was given")
+            self._check(
+                np.array_equal(given, meant), "I7", f"the {name} of step {step.number} are not those it was given"
+            )
         ids, at = inputs.token_ids.tolist(), 0
         for request, end, count in zip(step.requests, step.ends, filled.counts.tolist(), strict=True):
             driven = self.driver.driven[request.id]

@@ -174,7 +174,10 @@ def test_bad_word_sequences_forbid_only_their_end() -> None:
 def test_penalties_survive_preemption() -> None:
     model = FakeModel(eos_token_ids=())
     requests = [
-        ([5, 6, 7, i], {"max_new_tokens": 30, "frequency_penalty": 1.5, "presence_penalty": 1.0, "repetition_penalty": 1.5})
+        (
+            [5, 6, 7, i],
+            {"max_new_tokens": 30, "frequency_penalty": 1.5, "presence_penalty": 1.0, "repetition_penalty": 1.5},
+        )
         for i in range(1, 7)
     ]
     quiet = [answers(model, [request], **FAKE)[0].token_ids for request in requests]
@@ -220,7 +223,14 @@ def test_smollm2(smollm2: Path, reference_generate: Reference) -> None:
     model = reference_generate.model
     prompt = [504, 3575, 282, 4649, 314]
     ids = torch.tensor([prompt])
-    options = {"max_new_tokens": 16, "do_sample": False, "temperature": None, "top_p": None, "top_k": None, "pad_token_id": 0}
+    options = {
+        "max_new_tokens": 16,
+        "do_sample": False,
+        "temperature": None,
+        "top_p": None,
+        "top_k": None,
+        "pad_token_id": 0,
+    }
     with torch.inference_mode():
         penalised = model.generate(ids, attention_mask=torch.ones_like(ids), repetition_penalty=1.3, **options)
         words = [[plain] for plain in reference_generate(prompt, 3)]

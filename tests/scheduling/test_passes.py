@@ -15,13 +15,12 @@ from cbengine.scheduling.request import Request
 from tests.scheduling.desk import Desk, row_owners
 
 POLICIES = pytest.mark.parametrize("policy", [FifoScheduler, PrefillFirstScheduler])
-ONE = (1, True)  # a decoded token
 
 
 def _shape(desk: Desk, plan: StepPlan) -> list[tuple[int, int, bool]]:
     """(request, tokens, samples) for each sequence of a plan."""
-    sizes = [ONE] * plan.num_decodes + [(chunk.count, chunk.last) for chunk in plan.chunks]
-    return [(owner, *size) for owner, size in zip(row_owners(desk, plan), sizes, strict=True)]
+    sizes = [(1, True)] * plan.num_decodes + [(chunk.count, chunk.last) for chunk in plan.chunks]
+    return [(owner, count, last) for owner, (count, last) in zip(row_owners(desk, plan), sizes, strict=True)]
 
 
 # --- order ---------------------------------------------------------------------------------------------------------
@@ -200,7 +199,9 @@ def test_the_head_of_the_queue_is_never_overtaken(policy: type[PassScheduler]) -
     """B6: a request that needs most of the cache, in a stream of small ones that would always fit."""
     desk = Desk(policy, blocks=20, tokens=16, requests=4)
     let_in: list[int] = []
-    desk.on_change = lambda r: let_in.append(r.id) if r.status is RequestStatus.PREFILLING and not r.preemptions else None
+    desk.on_change = lambda r: (
+        let_in.append(r.id) if r.status is RequestStatus.PREFILLING and not r.preemptions else None
+    )
     for _ in range(3):
         desk.add(3, 6)
     desk.turn()

@@ -12,7 +12,9 @@ from cbengine.errors import DuplicateRequestError, EngineStoppedError, QueueFull
 from cbengine.scheduling.admission import Registry
 
 
-def _enter(registry: Registry, number: int, tokens: int = 1, label: str = "", submit: Callable[[], None] | None = None) -> None:
+def _enter(
+    registry: Registry, number: int, tokens: int = 1, label: str = "", submit: Callable[[], None] | None = None
+) -> None:
     registry.enter(number, label or f"r{number}", tokens, submit or (lambda: None))
 
 
@@ -69,7 +71,7 @@ def test_the_queue_is_limited_by_requests() -> None:
 def test_the_queue_is_limited_by_tokens() -> None:
     registry = Registry(0, 10)
     _enter(registry, 0, 6)
-    with pytest.raises(QueueFullError, match="6 prompt tokens are waiting, this request adds 5 and .* is 10"):
+    with pytest.raises(QueueFullError, match=r"6 prompt tokens are waiting, this request adds 5 and .* is 10"):
         _enter(registry, 1, 5)
     _enter(registry, 2, 4)
     registry.scheduled(0)
@@ -167,7 +169,7 @@ def test_one_thread_gets_a_label() -> None:
     def race(number: int) -> None:
         for turn in range(50):
             try:
-                _enter(registry, 100 * turn + number, label=f"label {turn}", submit=lambda: got.append(turn))
+                _enter(registry, 100 * turn + number, label=f"label {turn}", submit=lambda turn=turn: got.append(turn))
             except DuplicateRequestError:
                 refused.append(turn)
 

@@ -16,6 +16,11 @@ int64_t padded(int64_t dim) { return (dim + NR - 1) / NR * NR; }
 
 int64_t tokens_together(int64_t group) { return group < QUERY_ROWS ? QUERY_ROWS / group : 1; }
 
+int64_t most_rows(int64_t heads, int64_t kv_heads) {
+  const int64_t group = heads / kv_heads, rows = tokens_together(group) * group;
+  return rows > heads ? rows : heads;
+}
+
 // One member's memory.
 struct Scratch {
   const float* key[KEYS];
@@ -47,9 +52,9 @@ struct Scratch {
   size_t size;
 };
 
-// Query tokens [first, first + count) of one sequence, and the heads that read one KV head.
+// Query tokens [first, first + count) of one sequence, and the heads that read KV heads [head, head + heads).
 struct Task {
-  int64_t seq, head, first, count;
+  int64_t seq, head, heads, first, count;
 };
 
 class Block {
@@ -62,15 +67,19 @@ class Block {
     high = position + task.count;
   }
 
+  // Heads in the inner loop: a token's heads lie side by side, so that memory is read from front to back.
   void run() {
     load_queries();
     for (int64_t base = low / KEYS * KEYS; base < high; base += KEYS) {
       const int from = (int)(low > base ? low - base : 0), to = (int)(high - base < KEYS ? high - base : KEYS);
-      load_keys(base, from, to);
-      const RowBlocks blocks(rows);
-      for (long i = 0; i < blocks.count; ++i) {
-        const int64_t row = blocks.cut(i), end = blocks.cut(i + 1);
-        if (position + (end - 1) / group >= base) score_rows(base, from, to, row, (int)(end - row));
+      for (int64_t head = 0; head < task.heads; ++head) {
+        load_keys(base, from, to, task.head + head);
+        prefetch(base + KEYS, task.head + head);
+        const RowBlocks blocks(rows);
+        for (long i = 0; i < blocks.count; ++i) {
+          const int64_t row = blocks.cut(i), end = blocks.cut(i + 1);
+          if (position + (end - 1) / group >= base) score_rows(base, from, to, head * rows + row, row, (int)(end - row));
+        }
       }
     }
     write_out();
@@ -81,37 +90,54 @@ class Block {
   const Batch& batch;
   const Task& task;
   Scratch& s;
-  const int64_t group, rows;
+  const int64_t group, rows;  // rows: of one KV head; those of the next follow
   int64_t position;   // of the first token
   int64_t low, high;  // keys that any token sees
 
-  int64_t token(int64_t row) const { return batch.query_starts[task.seq] + task.first + row / group; }
-  int64_t head(int64_t row) const { return task.head * group + row % group; }
+  int64_t token(int64_t row) const { return batch.query_starts[task.seq] + task.first + row % rows / group; }
+  int64_t head(int64_t row) const { return (task.head + row / rows) * group + row % group; }
 
   void load_queries() {
-    for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t row = 0; row < task.heads * rows; ++row) {
       const float* from = op.query + token(row) * op.query_stride + head(row) * op.dim;
       for (int64_t d = 0; d < op.dim; ++d) s.query[row * op.dim + d] = from[d] * op.scale;
       // A sink is a key without a value: the softmax begins with it.
       s.best[row] = op.sinks ? op.sinks[head(row)] : LOWEST;
       s.total[row] = op.sinks ? 1.0f : 0.0f;
     }
-    memset(s.out, 0, sizeof(float) * rows * padded(op.dim));
+    memset(s.out, 0, sizeof(float) * task.heads * rows * padded(op.dim));
   }
 
-  // Finds keys [from, to) of the block that begins at `base`, and transposes them.
-  void load_keys(int64_t base, int from, int to) {
+  // Calls f(j, at) for keys base + j, j in [from, to), that lie `at` floats behind the pages' beginning.
+  template <class F>
+  void for_keys(int64_t base, int from, int to, int64_t head, const F& f) const {
     const int32_t* table = batch.tables + task.seq * batch.table_stride;
     for (int j = from; j < to;) {
       const int64_t page = (base + j) / batch.page_size, offset = (base + j) % batch.page_size;
-      const int64_t at = table[page] * op.pages.block_stride + offset * op.pages.token_stride + task.head * op.pages.head_stride;
+      int64_t at = table[page] * op.pages.block_stride + offset * op.pages.token_stride + head * op.pages.head_stride;
       int64_t run = batch.page_size - offset;
       if (run > to - j) run = to - j;
-      for (int64_t i = 0; i < run; ++i, ++j) {
-        s.key[j] = op.pages.key + at + i * op.pages.token_stride;
-        s.value[j] = op.pages.value + at + i * op.pages.token_stride;
-      }
+      for (; run; --run, ++j, at += op.pages.token_stride) f(j, at);
     }
+  }
+
+  // The block that begins at `base` is needed next.
+  void prefetch(int64_t base, int64_t head) const {
+    if (base >= high) return;
+    for_keys(base, 0, (int)(high - base < KEYS ? high - base : KEYS), head, [&](int, int64_t at) {
+      for (int64_t d = 0; d < op.dim; d += 16) {
+        __builtin_prefetch(op.pages.key + at + d);
+        __builtin_prefetch(op.pages.value + at + d);
+      }
+    });
+  }
+
+  // Finds keys [from, to) of the block that begins at `base`, and transposes them.
+  void load_keys(int64_t base, int from, int to, int64_t head) {
+    for_keys(base, from, to, head, [&](int j, int64_t at) {
+      s.key[j] = op.pages.key + at;
+      s.value[j] = op.pages.value + at;
+    });
     for (int j = from / VW * VW; j < to; j += VW) transpose_keys(j, from, to);
     if (op.dim % NR)
       for (int j = from; j < to; ++j) {
@@ -138,8 +164,9 @@ class Block {
       for (int i = 0; i < VW; ++i) panel[d * NR + i] = row[i][d];
   }
 
-  // One step of the online softmax for `count` rows and the keys of one block.
-  void score_rows(int64_t base, int from, int to, int64_t row, int count) {
+  // One step of the online softmax for the keys of one block and `count` rows, the first of which is number `row` in memory
+  // and `in_head` among those of its KV head.
+  void score_rows(int64_t base, int from, int to, int64_t row, int64_t in_head, int count) {
     const int first = from / NR, last = (to + NR - 1) / NR;  // panels
     const float* query = s.query + row * op.dim;
     with_rows(count, [&](auto mr) {
@@ -148,11 +175,12 @@ class Block {
     });
     float change[(MRMAX + VW - 1) / VW * VW] = {}, sums[MRMAX];
     for (int m = 0; m < count; ++m)
-      change[m] = soften(base, first * NV, last * NV, from, to, row + m, s.scores + m * KEYS, sums + m);
+      change[m] = soften(base, first * NV, last * NV, from, to, position + (in_head + m) / group, s.best + row + m,
+                         s.scores + m * KEYS, sums + m);
     for (int m = 0; m < count; m += VW) store(change + m, vexp(load(change + m)));
     for (int m = 0; m < count; ++m) s.total[row + m] = s.total[row + m] * change[m] + sums[m];
     // No row sees keys past its own, so none is read that the last row does not see.
-    const int64_t seen = position + (row + count - 1) / group + 1 - base;
+    const int64_t seen = position + (in_head + count - 1) / group + 1 - base;
     if (seen < to) to = (int)seen;
     with_rows(count, [&](auto mr) {
       for (int64_t d = 0; d < op.dim; d += NR)
@@ -161,10 +189,9 @@ class Block {
     });
   }
 
-  // Scores of one row, vectors [first, last), to weights relative to the best score so far, and their sum. Returns by how
-  // much the best score grew, negated.
-  float soften(int64_t base, int first, int last, int from, int to, int64_t row, float* scores, float* total) {
-    const int64_t at = position + row / group;
+  // Scores of the token at position `at`, vectors [first, last), to weights relative to the best score so far, and their
+  // sum. Returns by how much the best score grew, negated.
+  float soften(int64_t base, int first, int last, int from, int to, int64_t at, float* so_far, float* scores, float* total) {
     const int64_t oldest = op.window ? at - op.window + 1 - base : 0;
     if (oldest > from) from = (int)(oldest < KEYS ? oldest : KEYS);
     if (at + 1 - base < to) to = (int)(at + 1 - base);
@@ -179,7 +206,7 @@ class Block {
       store(scores + v * VW, x);
       best = vmax(best, x);
     }
-    const float before = s.best[row], now = std::fmax(before, max_of(best));
+    const float before = *so_far, now = std::fmax(before, max_of(best));
     vf sum = {};
     for (int v = first; v < last; ++v) {
       const vf weight = vexp(load(scores + v * VW) - now);
@@ -187,12 +214,12 @@ class Block {
       sum += weight;
     }
     *total = sum_of(sum);
-    s.best[row] = now;
+    *so_far = now;
     return before - now;
   }
 
   void write_out() {
-    for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t row = 0; row < task.heads * rows; ++row) {
       float* to = op.out + token(row) * op.out_stride + head(row) * op.dim;
       const float* from = s.out + row * padded(op.dim);
       const float share = 1.0f / s.total[row];
@@ -201,27 +228,26 @@ class Block {
   }
 };
 
-// Walks the tasks of a batch, in the order in which the team hands them out.
+// Walks the tasks of a batch, in the order in which the team hands them out: a block of one sequence's queries with one KV
+// head, or a sequence's only query with all of them, where there are enough of those to share out.
 class Tasks {
  public:
   Tasks(const Attend& op, const Batch& batch, int threads)
       : op(op), batch(batch), together(tokens_together(op.heads / op.kv_heads)) {
-    int64_t blocks = 0;
-    for (int64_t seq = 0; seq < batch.seqs; ++seq) blocks += blocks_of(seq);
-    // One task takes all KV heads where there are enough others: a token's heads lie side by side in memory.
-    heads = blocks >= 8 * threads ? op.kv_heads : 1;
-    count = blocks * (op.kv_heads / heads);
+    int64_t single = 0;
+    for (int64_t seq = 0; seq < batch.seqs; ++seq) single += queries_of(seq) == 1;
+    whole = threads == 1 || single >= 4 * threads;
+    for (int64_t seq = 0; seq < batch.seqs; ++seq) count += tasks_of(seq);
   }
 
-  int64_t count, heads;
+  int64_t count = 0;
 
   // Tasks are asked for in rising order.
   Task at(int64_t task) {
-    const int64_t block = task / (op.kv_heads / heads);
-    while (block - before >= blocks_of(seq)) before += blocks_of(seq++);
-    const int64_t first = (block - before) * together, queries = queries_of(seq);
-    const int64_t left = queries - first;
-    return Task{seq, task % (op.kv_heads / heads) * heads, first, left < together ? left : together};
+    while (task - before >= tasks_of(seq)) before += tasks_of(seq++);
+    if (tasks_of(seq) == 1) return Task{seq, 0, op.kv_heads, 0, queries_of(seq)};
+    const int64_t first = (task - before) / op.kv_heads * together, left = queries_of(seq) - first;
+    return Task{seq, (task - before) % op.kv_heads, 1, first, left < together ? left : together};
   }
 
   // A padded sequence, or one whose numbers make no sense, attends to nothing.
@@ -231,10 +257,14 @@ class Tasks {
   const Attend& op;
   const Batch& batch;
   const int64_t together;
+  bool whole;
   int64_t seq = 0, before = 0;
 
   int64_t queries_of(int64_t seq) const { return batch.query_starts[seq + 1] - batch.query_starts[seq]; }
-  int64_t blocks_of(int64_t seq) const { return (queries_of(seq) + together - 1) / together; }
+  int64_t tasks_of(int64_t seq) const {
+    const int64_t queries = queries_of(seq);
+    return queries == 1 && whole ? 1 : (queries + together - 1) / together * op.kv_heads;
+  }
 };
 
 void clear_tokens(const Attend& op, int64_t first, int64_t end) {
@@ -245,23 +275,18 @@ void clear_tokens(const Attend& op, int64_t first, int64_t end) {
 }  // namespace
 
 size_t attend_scratch(int64_t heads, int64_t kv_heads, int64_t dim) {
-  const int64_t group = heads / kv_heads;
-  return Scratch(nullptr, tokens_together(group) * group, dim).size;
+  return Scratch(nullptr, most_rows(heads, kv_heads), dim).size;
 }
 
 void attend_work(const Attend& op, const Batch& batch, Member& member) {
   Tasks tasks(op, batch, member.team->size());
-  const int64_t group = op.heads / op.kv_heads;
-  Scratch scratch(member.scratch, tokens_together(group) * group, op.dim);
+  Scratch scratch(member.scratch, most_rows(op.heads, op.kv_heads), op.dim);
   if (member.index == 0) clear_tokens(op, batch.query_starts[batch.seqs], batch.tokens);
   for (long taken; member.team->take(tasks.count, &taken);) {
-    Task task = tasks.at(taken);
-    const int64_t end = task.head + tasks.heads, start = batch.query_starts[task.seq] + task.first;
-    if (tasks.empty(task.seq)) {
-      clear_tokens(op, start, start + task.count);
-      continue;
-    }
-    for (; task.head < end; ++task.head) Block(op, batch, task, scratch).run();
+    const Task task = tasks.at(taken);
+    const int64_t start = batch.query_starts[task.seq] + task.first;
+    if (tasks.empty(task.seq)) clear_tokens(op, start, start + task.count);
+    else Block(op, batch, task, scratch).run();
   }
 }
 
