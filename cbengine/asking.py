@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -61,8 +61,10 @@ class Desk:
         try:
             for choice in range(params.n):
                 sibling = number if choice == 0 else self.next_id()
+                # The siblings' prompt is the same, so its logprobs are too: the first alone reports them.
+                theirs = params if choice == 0 else replace(params, prompt_logprobs=None)
                 own = label if params.n == 1 else f"{label}[{choice}]"
-                request = self._request(sibling, own, params, options, parsed, port)
+                request = self._request(sibling, own, theirs, options, parsed, port)
                 request.seed = derive_seed(seed, choice)
                 request.parent = requests[0] if requests else None
                 streams.append(self._enter(request, parsed, ask.index))

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -17,7 +18,7 @@ from cbengine.batching import CompletionIterator
 from cbengine.bridge.inbox import Pause, Resume, Stop
 from cbengine.bridge.ports import Ports
 from cbengine.bridge.reply import Reply
-from cbengine.cache.sizing import MemoryPlan
+from cbengine.cache.sizing import MemoryPlan, plan_memory
 from cbengine.config import EngineConfig
 from cbengine.devices.choose import make_device
 from cbengine.errors import (
@@ -29,7 +30,7 @@ from cbengine.errors import (
 )
 from cbengine.execution.noise import derive_seed
 from cbengine.execution.worker import Loaded, Worker, WorkerState, dead_error
-from cbengine.loading import load
+from cbengine.loading import inspect, load
 from cbengine.observe.counters import EngineStats
 from cbengine.observe.health import EngineHealth
 from cbengine.options import RequestArguments
@@ -356,6 +357,26 @@ class AsyncEngine:
         if worker is None or worker.memory is None:
             raise EngineNotStartedError("the memory plan is made at start; use `await engine.start()` first")
         return worker.memory
+
+    async def plan(self) -> MemoryPlan:
+        """What `start()` would allocate, without loading the weights: from the model's config and what is free now.
+
+        Raises:
+            UnsupportedFeatureError: the model cannot be served, or planned for.
+            OSError, ValueError: no such model, or settings that do not fit the memory.
+        """
+        return await anyio.to_thread.run_sync(self._make_plan)
+
+    def _make_plan(self) -> MemoryPlan:
+        """On a worker thread."""
+        spec = inspect(self._model, self._config, self._load_options)
+        device = make_device(self._config)
+        try:
+            memory, on_cpu = device.memory_info(), device.torch_device.type == "cpu"
+        finally:
+            device.close()
+        free = memory.free if self._loaded is not None else max(0, memory.free - spec.weight_bytes)
+        return plan_memory(spec, self._config, replace(memory, free=free), on_cpu=on_cpu)
 
     @property
     def tokenizer(self) -> Tokenizer:

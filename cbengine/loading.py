@@ -7,6 +7,7 @@ from typing import Any
 
 from cbengine.config import EngineConfig
 from cbengine.execution.worker import Loaded
+from cbengine.models.base import ModelSpec
 from cbengine.text.base import Tokenizer
 
 
@@ -27,6 +28,15 @@ def load(model: Any, config: EngineConfig, tokenizer: Any, options: Mapping[str,
         **dict(options),
     )
     return Loaded(loaded.runner, _wrap(tokenizer if tokenizer is not None else loaded.tokenizer))
+
+
+def inspect(model: Any, config: EngineConfig, options: Mapping[str, Any]) -> ModelSpec:
+    """What is to be known of `model` for a memory plan, without loading its weights. Blocks (files, the hub)."""
+    if hasattr(model, "bind") and hasattr(model, "spec"):  # a ModelRunner
+        return model.spec
+    from cbengine.models.load import inspect as inspect_model
+
+    return inspect_model(model, dtype=config.dtype, device=config.device or "cpu", **dict(options))
 
 
 def _wrap(tokenizer: Any) -> Tokenizer | None:

@@ -36,6 +36,7 @@ class RequestArguments(TypedDict, total=False):
     allowed_token_ids: Sequence[int] | None
     n: int
     logprobs: int | None
+    prompt_logprobs: int | None
 
     timeout: float | None
     queue_timeout: float | None

@@ -39,6 +39,15 @@ class RequestStatus(str, enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What the model thought of one token at its place."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest (token id, log probability) pairs, likeliest first, as many as were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """One generated token. `str(token)` is its text.
 
@@ -128,6 +137,8 @@ class Completion:
     """One a token, if they were asked for."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
     """For each token the likeliest (token id, logprob) pairs, if logprobs were asked for."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """One a token of the prompt, None for its first, if they were asked for."""
 
     def __str__(self) -> str:
         return self.text

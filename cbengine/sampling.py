@@ -75,6 +75,9 @@ class SamplingParams:
     from `seed`; the first draws as it would alone. Source: the OpenAI API."""
     logprobs: int | None = None
     """Report the log probability of each token, and of this many likeliest ones at its place, from 0 to 20."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt (all but its first). The whole prompt is computed for it, even where the prefix
+    cache has some of it, in smaller pieces than usual. Source: vLLM."""
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
@@ -110,7 +113,8 @@ class SamplingParams:
                     "allowed_token_ids is empty, so that no token could be drawn; None allows all"
                 )
         put("n", _integer("n", self.n, low=1, high=MAX_CHOICES))
-        put("logprobs", _integer("logprobs", self.logprobs, high=MAX_LOGPROBS, optional=True))
+        for name in ("logprobs", "prompt_logprobs"):
+            put(name, _integer(name, getattr(self, name), high=MAX_LOGPROBS, optional=True))
         _flag("include_stop_str_in_output", self.include_stop_str_in_output)
 
     @property

@@ -185,6 +185,7 @@ class TokenStream:
             usage=self.usage,
             metrics=self.metrics,
             index=self._index,
+            prompt_logprobs=(None, *buffer.prompt_logprobs) if buffer.prompt_logprobs else None,
             logprobs=tuple(report.logprob for report in buffer.logprobs) if buffer.logprobs else None,
             top_logprobs=tuple(report.top for report in buffer.logprobs) if buffer.logprobs else None,
         )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cbengine.bridge.ports import LoopPort, Waiter
-from cbengine.execution.logprobs import TokenLogprobs
-from cbengine.outputs import FinishReason, RequestMetrics, RequestStatus, Usage
+from cbengine.outputs import FinishReason, RequestMetrics, RequestStatus, TokenLogprobs, Usage
 
 
 class StreamBuffer:
@@ -27,6 +26,7 @@ class StreamBuffer:
         "on_end",
         "port",
         "preemptions",
+        "prompt_logprobs",
         "prompt_tokens",
         "read",
         "reason",
@@ -43,6 +43,7 @@ class StreamBuffer:
         self.request_id = request_id
         self.ids: list[int] = []
         self.texts: list[str] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.logprobs: list[TokenLogprobs] = []
         """One entry a token if the request asked for logprobs, else empty."""
         self.times: list[float] = []

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from cbengine.bridge.buffer import StreamBuffer
 from cbengine.bridge.ports import LoopPort
-from cbengine.execution.logprobs import TokenLogprobs
-from cbengine.outputs import FinishReason, RequestStatus
+from cbengine.outputs import FinishReason, RequestStatus, TokenLogprobs
 from cbengine.scheduling.request import Request
 
 
@@ -27,13 +26,20 @@ class StatusEvent:
     cached_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class PromptReport:
+    """Logprobs of further tokens of the prompt."""
+
+    logprobs: list[TokenLogprobs]
+
+
 class Delivery(NamedTuple):
     """One token of one reader, or one event (then `event` is set and the rest means nothing)."""
 
     reader: StreamBuffer
     token_id: int
     text: str
-    event: StatusEvent | None = None
+    event: StatusEvent | PromptReport | None = None
     logprobs: TokenLogprobs | None = None
 
 
@@ -52,6 +58,10 @@ class Outbox:
     def token(self, reader: StreamBuffer, token_id: int, text: str, logprobs: TokenLogprobs | None = None) -> None:
         """Queue one token for its reader."""
         self._add(reader, Delivery(reader, token_id, text, None, logprobs))
+
+    def prompt(self, reader: StreamBuffer, logprobs: list[TokenLogprobs]) -> None:
+        """Queue the logprobs of further tokens of the prompt."""
+        self._add(reader, Delivery(reader, 0, "", PromptReport(logprobs)))
 
     def event(self, request: Request) -> None:
         """Queue the request's present state for its reader."""
@@ -102,6 +112,8 @@ def deliver(items: list[Delivery], now: float) -> None:
             reader.ids.append(token_id)
             reader.texts.append(text)
             reader.times.append(now)
+        elif isinstance(event, PromptReport):
+            reader.prompt_logprobs.extend(event.logprobs)
         else:
             _apply(reader, event)
         readers[reader] = None

@@ -234,6 +234,8 @@ class CacheManager:
             group.blocks.share(shared)
             if rest:
                 source = int(group.tables[parent, full])
+                # The parent's own may be a copy that is still to be made, and would not be made if the parent left.
+                source = next((origin for origin, to in self._copies[index] if to == source), source)
                 (target,) = self._grow(index, child, full + 1)
                 self._copies[index].append((source, target))
                 group.blocks.share(np.array([source]))  # whatever becomes of the parent, until the copy is launched

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from cbengine.cli.failures import CommandError, require_rich
-from cbengine.cli.options import add_model_options
+from cbengine.cli.options import add_engine_options, add_model_options
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells report it."""
@@ -32,6 +32,8 @@ def _run(args: argparse.Namespace) -> None:
     if args.command == "chat":
         require_rich("cbengine chat")
         from cbengine.cli.chat import run
+    elif args.command == "plan":
+        from cbengine.cli.plan import run
     else:
         from cbengine.cli.demo import run
     run(args)
@@ -51,10 +53,15 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; give it several times")
     demo.add_argument("--raw", action="store_true", help="continue the prompts as they are, without a chat template")
     demo.add_argument("--plain", action="store_true", help="lines of text, as when the output is not a terminal")
+
+    plan = commands.add_parser("plan", help="see what memory a model would take", description=_PLAN)
+    add_engine_options(plan)
     return parser
 
 
 _CHAT = """Talk with a model. Ctrl-C stops an answer, and leaves where there is none to stop. /reset forgets the
 conversation, /exit leaves."""
+
+_PLAN = """Show what an engine would allocate for a model on this machine. Loads no weights."""
 
 _DEMO = """Answer several prompts at once on one engine, streaming side by side."""

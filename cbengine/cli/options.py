@@ -21,6 +21,15 @@ _SAMPLING = {
 
 def add_model_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
     """Add the model, its engine's settings and the sampling parameters to a command."""
+    add_engine_options(parser)
+    for name, (kind, metavar, text) in _SAMPLING.items():
+        default = max_new_tokens if name == "max_new_tokens" else None
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the model and its engine's settings to a command."""
     parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, or the name of a model on the hub")
     parser.add_argument(
         "--set",
@@ -30,10 +39,6 @@ def add_model_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -
         metavar="NAME=VALUE",
         help="a setting of EngineConfig, such as max_batch_tokens=256; may be given several times",
     )
-    for name, (kind, metavar, text) in _SAMPLING.items():
-        default = max_new_tokens if name == "max_new_tokens" else None
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from cbengine.cache.manager import CacheManager
-from cbengine.execution.edits import Edits, collect, take_loads
+from cbengine.execution.edits import Edits, collect, collect_scores, take_loads
 from cbengine.execution.inputs import SamplingInputs, StepInputs
 from cbengine.execution.logprobs import words
 from cbengine.execution.noise import uniforms
@@ -80,6 +80,7 @@ class BatchFiller:
         width = self._cache.blocks_for(int(ends.max()))
         groups = self._cache.group_tables
         edits = collect(table, sample_rows)
+        collect_scores(edits, table, chunks, d)
         layout = Layout.of(
             StepSizes(
                 int(counts.sum()),
@@ -93,9 +94,11 @@ class BatchFiller:
                 len(edits.masks),
                 len(edits.masks[0]) if edits.masks else 0,
                 len(edits.logprob_samples),
+                edits.num_scores,
             )
         )
-        out_words = len(sample_rows) + words(len(edits.logprob_samples), edits.top)
+        reports = words(len(edits.logprob_samples), edits.top) + words(edits.num_scores, edits.score_top)
+        out_words = len(sample_rows) + reports
         slot.reserve(layout.words, out_words)
 
         self._fill_tokens(slot, layout, plan, ends)
@@ -104,7 +107,10 @@ class BatchFiller:
         np.cumsum(counts, out=starts[1:])
         slot.ints(layout, "context_lens")[:] = ends
         slot.ints(layout, "rows")[:] = rows
-        slot.ints(layout, "sample_index")[:] = (starts[1:] - 1)[sampling]
+        wanted = slot.ints(layout, "sample_index")
+        wanted[: len(sample_rows)] = (starts[1:] - 1)[sampling]
+        scored = [np.arange(first, first + count) for _, first, count in edits.scores]
+        wanted[len(sample_rows) :] = np.concatenate(scored) if scored else ()
         slot.ints(layout, "sample_rows")[:] = sample_rows
         tables = slot.ints(layout, "block_tables").reshape(len(groups), len(rows), width)
         for group, out in zip(groups, tables, strict=True):
@@ -149,6 +155,8 @@ class BatchFiller:
             slot.ints(layout, "mask_samples")[:] = edits.mask_samples
             slot.ints(layout, "masks")[:] = np.concatenate(edits.masks)
         slot.ints(layout, "logprob_samples")[:] = edits.logprob_samples
+        if edits.score_tokens:
+            slot.ints(layout, "score_tokens")[:] = np.concatenate(edits.score_tokens)
 
     def _fill_tokens(self, slot: Slot, layout: Layout, plan: StepPlan, ends: np.ndarray) -> None:
         table, d = self._rows, plan.num_decodes

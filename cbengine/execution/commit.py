@@ -14,9 +14,10 @@ import numpy as np
 
 from cbengine.errors import RequestFailedError
 from cbengine.execution.batch import Filled
-from cbengine.execution.logprobs import TokenLogprobs
+from cbengine.execution.edits import Edits
 from cbengine.execution.logprobs import read as read_logprobs
-from cbengine.outputs import FinishReason, RequestStatus
+from cbengine.execution.logprobs import words
+from cbengine.outputs import FinishReason, RequestStatus, TokenLogprobs
 from cbengine.scheduling.lifecycle import Lifecycle
 from cbengine.scheduling.request import Request
 from cbengine.scheduling.rows import DEAD, RowTable
@@ -26,6 +27,8 @@ class TokenSink(Protocol):
     """Where tokens go (the outbox)."""
 
     def token(self, reader: Any, token_id: int, text: str, logprobs: TokenLogprobs | None) -> None: ...
+
+    def prompt(self, reader: Any, logprobs: list[TokenLogprobs]) -> None: ...
 
 
 class Committer:
@@ -48,7 +51,10 @@ class Committer:
         """The step computed `filled`; `outputs` are the sampled ids, int32 [N], and the logprob reports behind them."""
         table = self._rows
         ids = outputs[: len(filled.sample_rows)]
-        reports = self._reports(filled, outputs[len(ids) :])
+        num_words = words(len(filled.edits.logprob_samples), filled.edits.top)
+        reports = self._reports(filled, outputs[len(ids) : len(ids) + num_words])
+        if filled.edits.scores:
+            self._score_prompts(filled.edits, outputs[len(ids) + num_words :])
         table.computed[filled.rows] += filled.counts
         self._lifecycle.advance(filled.rows)
         self.prompt_tokens += int(filled.counts[filled.plan.num_decodes :].sum())
@@ -82,6 +88,16 @@ class Committer:
         for sample, report in zip(asked.tolist(), found, strict=True):
             reports[sample] = report
         return reports
+
+    def _score_prompts(self, edits: Edits, outputs: np.ndarray) -> None:
+        """Hand on the logprobs of prompt tokens."""
+        wanted = [np.full(count, self._rows.prompt_logprobs[row]) for row, _, count in edits.scores]
+        found = read_logprobs(outputs, edits.score_top, np.concatenate(wanted))
+        at = 0
+        for row, _, count in edits.scores:
+            if self._rows.status[row] != DEAD:
+                self._sink.prompt(self._request(row).reader, found[at : at + count])
+            at += count
 
     def _emit(
         self,

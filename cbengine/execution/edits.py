@@ -5,11 +5,13 @@ Costs Python for the rows that have an entry here, and nothing for the others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from cbengine.execution.processors import PenaltyLoad
+from cbengine.scheduling.base import Chunk
 from cbengine.scheduling.rows import RowTable
 
 _FORBIDDEN = float("-inf")
@@ -28,6 +30,15 @@ class Edits:
     logprob_samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     top: int = 0
     """Most alternatives that any of `logprob_samples` wants."""
+    scores: list[tuple[int, int, int]] = field(default_factory=list)
+    """For each scored chunk: its row, the index in the packed row of its first scored token, and how many there are."""
+    score_tokens: list[np.ndarray] = field(default_factory=list)
+    """The tokens that are scored: those that follow."""
+    score_top: int = 0
+
+    @property
+    def num_scores(self) -> int:
+        return sum(count for _, _, count in self.scores)
 
     @property
     def num_biases(self) -> int:
@@ -60,6 +71,18 @@ def collect(table: RowTable, rows: np.ndarray) -> Edits:
             edits.mask_samples.append(sample)
             edits.masks.append(edit.mask)
     return edits
+
+
+def collect_scores(edits: Edits, table: RowTable, chunks: Sequence[Chunk], first: int) -> None:
+    """Add the prompt tokens to be scored; the chunks' queries begin at `first` in the packed row."""
+    at = first
+    for chunk in chunks:
+        start, end = chunk.score
+        if start < end:
+            edits.scores.append((chunk.row, at + start - chunk.start, end - start))
+            edits.score_tokens.append(table.tokens[chunk.row, start + 1 : end + 1])
+            edits.score_top = max(edits.score_top, int(table.prompt_logprobs[chunk.row]))
+        at += chunk.count
 
 
 def take_loads(table: RowTable) -> list[PenaltyLoad]:

@@ -61,7 +61,8 @@ class StepInputs:
     rows: torch.Tensor
     """[S] the row of each sequence in per-row device state."""
     sample_index: torch.Tensor
-    """[N] index into the packed row of the tokens whose logits are wanted."""
+    """[N + P] index into the packed row of the tokens whose logits are wanted: the N that sample, and behind them P tokens
+    of prompts whose logprobs were asked for."""
     host_query_starts: np.ndarray
     host_context_lens: np.ndarray
     host_block_tables: np.ndarray

@@ -6,20 +6,11 @@ report them: what a plain forward says. Rows that do not ask cost nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """What is reported with one token."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    """(token id, log probability), the likeliest first."""
+from cbengine.outputs import TokenLogprobs
 
 
 def words(rows: int, top: int) -> int:

@@ -137,7 +137,11 @@ class Pipeline:
             ids.copy_(torch.where(ids < 0, last, ids))
         logits = self._runner.forward(inputs)
         if inputs.num_samples:
-            self._sample(slot, logits, inputs, filled)
+            self._sample(slot, logits[: inputs.num_samples], inputs, filled)
+        if filled.edits.scores:
+            top = filled.edits.score_top
+            out = slot.device_out[filled.out_words - logprobs.words(filled.edits.num_scores, top) : filled.out_words]
+            logprobs.write(out, logits[inputs.num_samples :], slot.tensor(filled.layout, "score_tokens"), top)
 
     def _sample(self, slot: Slot, logits: torch.Tensor, inputs: StepInputs, filled: Filled) -> None:
         samples, edits = inputs.num_samples, filled.edits
@@ -150,7 +154,7 @@ class Pipeline:
             self.penalties.count(tokens, changes)
         if len(edits.logprob_samples):
             wanted = slot.tensor(filled.layout, "logprob_samples").long()
-            out = slot.device_out[samples : filled.out_words]
+            out = slot.device_out[samples : samples + logprobs.words(len(wanted), edits.top)]
             logprobs.write(out, logits[wanted], tokens[wanted], edits.top)
 
     def _copy(self, copies: list[list[tuple[int, int]]]) -> None:

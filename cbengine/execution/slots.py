@@ -40,6 +40,7 @@ class StepSizes(NamedTuple):
     masks: int = 0  # M
     mask_words: int = 0  # 32 tokens each
     logprobs: int = 0  # L
+    scores: int = 0  # P, prompt tokens to be scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +54,14 @@ class Layout:
     @staticmethod
     @lru_cache(maxsize=4096)
     def of(sizes: StepSizes) -> Layout:
-        t, s, w, n, b, g, biases, q, m, mask_words, logprobs = sizes
+        t, s, w, n, b, g, biases, q, m, mask_words, logprobs, scores = sizes
         lengths = {
             "token_ids": t,
             "positions": t,
             "query_starts": s + 1,
             "context_lens": s,
             "rows": s,
-            "sample_index": n,
+            "sample_index": n + scores,
             "sample_rows": n,
             "top_k": n,
             "temperature": n,
@@ -81,6 +82,7 @@ class Layout:
             "mask_samples": m,
             "masks": m * mask_words,
             "logprob_samples": logprobs,
+            "score_tokens": scores,
         }
         starts: dict[str, tuple[int, int]] = {}
         at = 0

@@ -56,7 +56,8 @@ class ModelRunner(Protocol):
         ...
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Write K and V of the step's tokens into their pages, attend, and return logits [num_samples, vocab_size]."""
+        """Write K and V of the step's tokens into their pages, attend, and return the logits of
+        `inputs.sample_index`, [N + P, vocab_size]."""
         ...
 
     def release(self) -> None:

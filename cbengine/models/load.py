@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from cbengine.errors import InvalidRequestError
+from cbengine.errors import InvalidRequestError, UnsupportedFeatureError
 from cbengine.models.adapter import TransformersRunner
+from cbengine.models.base import ModelSpec
 from cbengine.models.gguf import is_gguf, load_gguf
 from cbengine.models.spec import spec_from_config
 
@@ -76,6 +77,40 @@ def load(
     if device.type != "cpu" and "device_map" not in from_pretrained:
         network.to(device)  # type: ignore[arg-type]
     return LoadedModel(TransformersRunner(network, name=source, attention=attention), tokenizer, source)
+
+
+def inspect(
+    model: str | Path | PreTrainedModel,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    **from_pretrained: Any,
+) -> ModelSpec:
+    """The spec of a model by its config, its weights sized on the meta device. Arguments and errors as for `load`.
+
+    Raises:
+        UnsupportedFeatureError: also for a GGUF file, which has to be read to be known.
+    """
+    if isinstance(model, PreTrainedModel):
+        return TransformersRunner(model).spec
+    source = str(Path(model).expanduser()) if isinstance(model, Path) or model.startswith("~") else model
+    if is_gguf(source):
+        raise UnsupportedFeatureError(f"{source}: a GGUF file is not planned for without loading it; start an engine")
+    where = {"revision": revision, "trust_remote_code": trust_remote_code}
+    hub = {key: from_pretrained[key] for key in _HUB_OPTIONS if key in from_pretrained}
+    config = from_pretrained.get("config") or AutoConfig.from_pretrained(source, **where, **hub)
+    spec_from_config(config, name=source, kv_dtype=torch.float32)  # refuses what is not served
+    wanted = _dtype(dtype, torch.device(device), False)
+    stored = getattr(config, "dtype", None)
+    kind = wanted if isinstance(wanted, torch.dtype) else stored if isinstance(stored, torch.dtype) else torch.float32
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config, dtype=kind, trust_remote_code=trust_remote_code)
+    network.tie_weights()
+    tensors = {id(t): t for t in (*network.parameters(), *network.buffers())}
+    weight_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
+    return spec_from_config(config, name=source, kv_dtype=kind, weight_bytes=weight_bytes)
 
 
 def _load_checkpoint(

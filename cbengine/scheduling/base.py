@@ -31,6 +31,8 @@ class Chunk:
     count: int
     last: bool
     """It ends the known tokens, so this step samples the next one."""
+    score: tuple[int, int] = (0, 0)
+    """Positions (from, to) whose logits say how likely the prompt's next token was."""
 
 
 @dataclass(slots=True)

@@ -204,6 +204,10 @@ class PassScheduler(Scheduler):
             return False
         start = int(table.planned[row])
         end = min(int(table.known[row]), start + self._left[0])
+        scores = table.prompt_logprobs[row] >= 0
+        if scores:
+            # Each of its tokens has logits, and those of a step are bounded by the number of requests.
+            end = min(end, start + self._left[1])
         room = self._cache.reach(row, end)
         while room <= start and self._preempt_for(1):
             if request.status is not RequestStatus.PREFILLING:
@@ -214,7 +218,13 @@ class PassScheduler(Scheduler):
             self._stalled = True
             return True
         last = room == table.known[row]
-        self._plan.chunks.append(Chunk(request, row, start, count, last))
+        chunk = Chunk(request, row, start, count, last)
+        if scores:
+            first, to = max(start, request.scored), min(room, request.prompt_len - 1)
+            if first < to:
+                chunk.score, request.scored = (first, to), to
+                self._left[1] -= to - first
+        self._plan.chunks.append(chunk)
         table.planned[row] += count
         self._left[0] -= count
         self._left[1] -= 1
@@ -264,7 +274,7 @@ class PassScheduler(Scheduler):
         if parent is not None and patient and not request.preemptions and not self._is_past_prompt(parent):
             self._queue.set_aside(len(request.tokens), lambda: self._is_past_prompt(parent))
             return None
-        if cache.sharing is None:
+        if cache.sharing is None or request.params.prompt_logprobs is not None:
             return Match()
         if request.chain is None:
             request.chain = Chain(request.cache_salt)

@@ -78,6 +78,8 @@ class Request:
     backpressure: str = "buffer"
     stream_buffer: int = 0
     """Unread tokens from which on backpressure "pause" or "abort" acts."""
+    scored: int = 0
+    """Prompt tokens whose logprobs have been asked of the device (the first has none): they are not asked for again."""
     held: bool = False
     """Not scheduled because its reader is too far behind."""
     cache_salt: str | None = None

@@ -63,6 +63,8 @@ class RowTable:
         """Its next logits depend on tokens that the host must know first: never scheduled ahead of them."""
         self.logprobs = np.full(n, -1, np.int32)
         """Alternatives that it wants with each token's logprob, -1 for no logprobs."""
+        self.prompt_logprobs = np.full(n, -1, np.int32)
+        """Likewise for the tokens of its prompt."""
         self.penalty_loads: list[tuple[int, np.ndarray, np.ndarray]] = []
         """Rows with penalties that joined since the last step: place, prompt, answer so far."""
         self._free_places: list[int] = []
@@ -119,6 +121,7 @@ class RowTable:
         self.edited[row] = request.edit is not None
         self.lockstep[row] = request.edit is not None and bool(request.edit.words)
         self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self._assign_penalties(row, request)
         return row
 

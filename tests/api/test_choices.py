@@ -16,7 +16,7 @@ from tests.support.loops import aio
 
 PROMPT = list(range(1, 20))
 SETTINGS: dict[str, Any] = {"page_size": 4, "num_blocks": 256, "max_batch_tokens": 64, "max_requests_per_batch": 16}
-RANDOM: dict[str, Any] = {"temperature": 1.0, "seed": 11, "max_new_tokens": 12}
+RANDOM: Any = {"temperature": 1.0, "seed": 11, "max_new_tokens": 12}
 
 
 def make(**settings: Any) -> AsyncEngine:

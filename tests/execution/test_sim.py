@@ -43,6 +43,7 @@ def test_the_invariants_hold(scheduler: str, stop: str) -> None:
     assert sum(run.speculated for run in runs) > 50
     assert sum(run.parts.lifecycle.preemptions for run in runs) > 20
     assert sum(run.driver.pauses_heard for run in runs) > 20
+    assert sum(driven.request.cached_tokens for run in runs for driven in run.driver.driven) > 100
 
 
 @pytest.mark.parametrize("make", [InlineDevice, ThreadedDevice])

@@ -31,6 +31,9 @@ def make_config(seed: int, **overrides: object) -> EngineConfig:
         "max_requests_per_batch": 3,
         "safety_margin": (None, 0.0)[seed // 6 % 2],
         "use_async_batching": seed % 7 != 0,
+        "allow_block_sharing": seed // 2 % 2 == 0,
+        "cpu_offload_space": (0.0, 1e-5)[seed // 4 % 2],  # 10 kB are 80 pages
+        "preemption": "swap",
     }
     return EngineConfig().merged({**settings, **overrides})
 
@@ -94,6 +97,7 @@ class Workload:
     def __init__(self, driver: Driver, seed: int, *, requests: int = 6, stop: str = "") -> None:
         self.driver = driver
         self._rng = random.Random(seed)
+        self._asks = self._rng.sample(asks(), 4)  # few, so that some are asked twice
         self._todo = requests
         self._cancels = self._rng.choice((0.1, 0.2, 0.4))
         self._stop = stop
@@ -111,7 +115,7 @@ class Workload:
         for _ in range(rng.choice((0, 0, 1, 2, 5))):
             if self._todo:
                 self._todo -= 1
-                ask = rng.choice(asks())
+                ask = rng.choice(self._asks)
                 driver.submit(ask.prompt, ask.params, ask.answer, unread=rng.choice((0, 0, 0, 1, 3)))
         alive = [d for d in driver.driven if d.alive and not d.cancelled]
         if alive and rng.random() < self._cancels:

@@ -123,6 +123,8 @@ def test_logprob_reports() -> None:
         assert [value for _, value in report.top] == pytest.approx(best.values.tolist(), abs=1e-6)
 
 
+LONG = [504, 3575, 282, 4649, 314, 260, 1165, 23588, 28, 284] * 8
+
 # --- through the engine ----------------------------------------------------------------------------------------------
 
 
@@ -218,6 +220,23 @@ def test_bad_values(arguments: dict[str, Any], says: str) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_prompt_logprobs_of_a_split_and_preempted_prompt(asynchronous: bool) -> None:
+    """The toy model's logits depend on every token before, so each report must come from the right position."""
+    model = FakeModel(eos_token_ids=())
+    prompts = [[(7 * i + j * j) % 90 + 1 for j in range(40)] for i in range(4)]
+    tight = {**FAKE, "num_blocks": 26, "safety_margin": 0.0, "max_batch_tokens": 16, "use_async_batching": asynchronous}
+    alone = [answers(model, [(p, {"max_new_tokens": 1, "prompt_logprobs": 2})], **FAKE)[0] for p in prompts]
+    crowd = answers(model, [(p, {"max_new_tokens": 20, "prompt_logprobs": 2}) for p in prompts], **tight)
+    again = answers(model, [(p, {"max_new_tokens": 2, "prompt_logprobs": 2}) for p in [*prompts, *prompts]], **FAKE)
+    for prompt, quiet, result, second in zip(prompts, alone, crowd, again[4:], strict=True):
+        assert quiet.prompt_logprobs == result.prompt_logprobs == second.prompt_logprobs
+        assert quiet.prompt_logprobs is not None and len(quiet.prompt_logprobs) == len(prompt)
+        assert quiet.prompt_logprobs[0] is None
+        for at, report in enumerate(quiet.prompt_logprobs[1:], 1):
+            assert report is not None and report.top[0][0] == model.reference(prompt[:at], 1)[0]
+
+
 @pytest.mark.timeout(240)
 def test_smollm2(smollm2: Path, reference_generate: Reference) -> None:
     model = reference_generate.model
@@ -241,6 +260,7 @@ def test_smollm2(smollm2: Path, reference_generate: Reference) -> None:
             (prompt, {"temperature": 0, "max_new_tokens": 16, "repetition_penalty": 1.3}),
             (prompt, {"temperature": 0, "max_new_tokens": 16, "bad_words": words}),
             (prompt, {"temperature": 0, "max_new_tokens": 16, "logprobs": 3}),
+            (LONG, {"temperature": 0, "max_new_tokens": 1, "prompt_logprobs": 1}),
             (prompt, {"temperature": 0.8, "seed": 3, "max_new_tokens": 16, "logprobs": 0, "top_p": 0.9}),
         ],
         page_size=16,
@@ -248,7 +268,7 @@ def test_smollm2(smollm2: Path, reference_generate: Reference) -> None:
     )
     assert list(results[0].token_ids) == penalised[0, len(prompt) :].tolist()
     assert list(results[1].token_ids) == forbidden[0, len(prompt) :].tolist()
-    for result, top in ((results[2], 3), (results[3], 0)):
+    for result, top in ((results[2], 3), (results[4], 0)):
         with torch.inference_mode():
             whole = model(torch.tensor([prompt + list(result.token_ids)])).logits[0].log_softmax(-1)
         positions = whole[len(prompt) - 1 : -1]
@@ -257,3 +277,9 @@ def test_smollm2(smollm2: Path, reference_generate: Reference) -> None:
         assert result.top_logprobs is not None and len(result.top_logprobs) == len(result.token_ids)
         for found, position in zip(result.top_logprobs, positions, strict=True):
             assert [value for _, value in found] == pytest.approx(position.topk(top).values.tolist(), abs=1e-4)
+    scored = results[3].prompt_logprobs
+    with torch.inference_mode():
+        whole = model(torch.tensor([LONG])).logits[0].log_softmax(-1)
+    expected = whole[:-1].gather(1, torch.tensor(LONG[1:]).unsqueeze(1))[:, 0]
+    assert scored is not None and scored[0] is None
+    assert [report.logprob for report in scored if report is not None] == pytest.approx(expected.tolist(), abs=1e-4)

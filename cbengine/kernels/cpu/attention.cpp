@@ -21,10 +21,16 @@ int64_t most_rows(int64_t heads, int64_t kv_heads) {
   return rows > heads ? rows : heads;
 }
 
-// One member's memory.
-struct Scratch {
+// Where the keys and values of one block lie: those of KV head 0.
+struct Places {
   const float* key[KEYS];
   const float* value[KEYS];
+};
+
+// One member's memory.
+struct Scratch {
+  Places now, next;
+  const float* copied[KEYS];
   float* query;   // [rows, dim], scaled
   float* out;     // [rows, padded dim], not yet divided by `total`
   float* panels;  // [KEYS / NR, dim, NR]: the block's keys, transposed
@@ -52,9 +58,10 @@ struct Scratch {
   size_t size;
 };
 
-// Query tokens [first, first + count) of one sequence, and the heads that read KV heads [head, head + heads).
+// Query tokens [first, first + count) of one sequence, and the heads that read KV heads [head, head + heads). `later`: a
+// sequence that this member is likely to take next, or -1.
 struct Task {
-  int64_t seq, head, heads, first, count;
+  int64_t seq, head, heads, first, count, later;
 };
 
 class Block {
@@ -70,15 +77,17 @@ class Block {
   // Heads in the inner loop: a token's heads lie side by side, so that memory is read from front to back.
   void run() {
     load_queries();
+    find(task.seq, low / KEYS * KEYS, low, high, s.next);
     for (int64_t base = low / KEYS * KEYS; base < high; base += KEYS) {
       const int from = (int)(low > base ? low - base : 0), to = (int)(high - base < KEYS ? high - base : KEYS);
+      s.now = s.next;
+      find_next(base + KEYS);
       for (int64_t head = 0; head < task.heads; ++head) {
-        load_keys(base, from, to, task.head + head);
-        prefetch(base + KEYS, task.head + head);
+        load_keys(from, to, task.head + head);
         const RowBlocks blocks(rows);
         for (long i = 0; i < blocks.count; ++i) {
           const int64_t row = blocks.cut(i), end = blocks.cut(i + 1);
-          if (position + (end - 1) / group >= base) score_rows(base, from, to, head * rows + row, row, (int)(end - row));
+          if (position + (end - 1) / group >= base) score_rows(base, from, to, head, row, (int)(end - row));
         }
       }
     }
@@ -108,66 +117,67 @@ class Block {
     memset(s.out, 0, sizeof(float) * task.heads * rows * padded(op.dim));
   }
 
-  // Calls f(j, at) for keys base + j, j in [from, to), that lie `at` floats behind the pages' beginning.
-  template <class F>
-  void for_keys(int64_t base, int from, int to, int64_t head, const F& f) const {
-    const int32_t* table = batch.tables + task.seq * batch.table_stride;
+  // Places of the keys [low, high) of a sequence in the block that begins at `base`. The others are set to one of them.
+  void find(int64_t seq, int64_t base, int64_t low, int64_t high, Places& places) const {
+    const int32_t* table = batch.tables + seq * batch.table_stride;
+    const int from = (int)(low > base ? low - base : 0), to = (int)(high - base < KEYS ? high - base : KEYS);
     for (int j = from; j < to;) {
       const int64_t page = (base + j) / batch.page_size, offset = (base + j) % batch.page_size;
-      int64_t at = table[page] * op.pages.block_stride + offset * op.pages.token_stride + head * op.pages.head_stride;
+      int64_t at = table[page] * op.pages.block_stride + offset * op.pages.token_stride;
       int64_t run = batch.page_size - offset;
       if (run > to - j) run = to - j;
-      for (; run; --run, ++j, at += op.pages.token_stride) f(j, at);
-    }
-  }
-
-  // The block that begins at `base` is needed next.
-  void prefetch(int64_t base, int64_t head) const {
-    if (base >= high) return;
-    for_keys(base, 0, (int)(high - base < KEYS ? high - base : KEYS), head, [&](int, int64_t at) {
-      for (int64_t d = 0; d < op.dim; d += 16) {
-        __builtin_prefetch(op.pages.key + at + d);
-        __builtin_prefetch(op.pages.value + at + d);
+      for (; run; --run, ++j, at += op.pages.token_stride) {
+        places.key[j] = op.pages.key + at;
+        places.value[j] = op.pages.value + at;
       }
-    });
+    }
+    for (int j = 0; j < from; ++j) places.key[j] = places.key[from], places.value[j] = places.value[from];
+    for (int j = to; j < KEYS; ++j) places.key[j] = places.key[to - 1], places.value[j] = places.value[to - 1];
   }
 
-  // Finds keys [from, to) of the block that begins at `base`, and transposes them.
-  void load_keys(int64_t base, int from, int to, int64_t head) {
-    for_keys(base, from, to, head, [&](int j, int64_t at) {
-      s.key[j] = op.pages.key + at;
-      s.value[j] = op.pages.value + at;
-    });
-    for (int j = from / VW * VW; j < to; j += VW) transpose_keys(j, from, to);
+  // What will be read after the present block, to be fetched meanwhile.
+  void find_next(int64_t base) {
+    if (base < high) return find(task.seq, base, low, high, s.next);
+    if (task.later < 0) return;
+    const int64_t end = batch.context_lens[task.later], begin = op.window && end > op.window ? end - op.window : 0;
+    if (end > 0) find(task.later, begin / KEYS * KEYS, begin, end, s.next);
+  }
+
+  // Transposes keys [from, to) of the present block.
+  void load_keys(int from, int to, int64_t head) {
+    const int64_t offset = head * op.pages.head_stride;
+    for (int j = from / VW * VW; j < to; j += VW) transpose_keys(j, offset);
     if (op.dim % NR)
       for (int j = from; j < to; ++j) {
-        memcpy(s.values + j * padded(op.dim), s.value[j], sizeof(float) * op.dim);
-        s.value[j] = s.values + j * padded(op.dim);
+        memcpy(s.values + j * padded(op.dim), s.now.value[j] + offset, sizeof(float) * op.dim);
+        s.copied[j] = s.values + j * padded(op.dim);
       }
   }
 
-  // Keys [j, j + VW) into the columns of a panel; those outside [from, to) are copies of one that exists.
-  void transpose_keys(int j, int from, int to) {
-    const float* row[VW];
-    for (int i = 0; i < VW; ++i) row[i] = s.key[j + i < from ? from : j + i < to ? j + i : to - 1];
+  // Keys [j, j + VW) into the columns of a panel.
+  void transpose_keys(int j, int64_t offset) {
+    const float* const* row = s.now.key + j;
     float* panel = s.panels + j / NR * NR * op.dim + j % NR;
     int64_t d = 0;
     for (; d + VW <= op.dim; d += VW) {
       vf x[VW];
 #pragma GCC unroll 16
-      for (int i = 0; i < VW; ++i) x[i] = load(row[i] + d);
+      for (int i = 0; i < VW; ++i) {
+        x[i] = load(row[i] + offset + d);
+        if (d % 16 == 0) __builtin_prefetch(s.next.key[j + i] + offset + d, 0, 2);
+      }
       transpose(x);
 #pragma GCC unroll 16
       for (int i = 0; i < VW; ++i) store(panel + (d + i) * NR, x[i]);
     }
     for (; d < op.dim; ++d)
-      for (int i = 0; i < VW; ++i) panel[d * NR + i] = row[i][d];
+      for (int i = 0; i < VW; ++i) panel[d * NR + i] = row[i][offset + d];
   }
 
-  // One step of the online softmax for the keys of one block and `count` rows, the first of which is number `row` in memory
-  // and `in_head` among those of its KV head.
-  void score_rows(int64_t base, int from, int to, int64_t row, int64_t in_head, int count) {
+  // One step of the online softmax for the keys of one block and `count` rows, from row `in_head` of a KV head on.
+  void score_rows(int64_t base, int from, int to, int64_t head, int64_t in_head, int count) {
     const int first = from / NR, last = (to + NR - 1) / NR;  // panels
+    const int64_t row = head * rows + in_head;
     const float* query = s.query + row * op.dim;
     with_rows(count, [&](auto mr) {
       for (int p = first; p < last; ++p)
@@ -182,9 +192,12 @@ class Block {
     // No row sees keys past its own, so none is read that the last row does not see.
     const int64_t seen = position + (in_head + count - 1) / group + 1 - base;
     if (seen < to) to = (int)seen;
+    const bool copied = op.dim % NR;
+    const float* const* value = copied ? s.copied : s.now.value;
+    const int64_t offset = copied ? 0 : (task.head + head) * op.pages.head_stride;
     with_rows(count, [&](auto mr) {
       for (int64_t d = 0; d < op.dim; d += NR)
-        weighted_rows<mr.value>(s.scores + from, KEYS, s.value + from, d, to - from, change,
+        weighted_rows<mr.value>(s.scores + from, KEYS, value + from, s.next.value + from, offset + d, to - from, change,
                                 s.out + row * padded(op.dim) + d, padded(op.dim));
     });
   }
@@ -233,7 +246,7 @@ class Block {
 class Tasks {
  public:
   Tasks(const Attend& op, const Batch& batch, int threads)
-      : op(op), batch(batch), together(tokens_together(op.heads / op.kv_heads)) {
+      : op(op), batch(batch), together(tokens_together(op.heads / op.kv_heads)), threads(threads) {
     int64_t single = 0;
     for (int64_t seq = 0; seq < batch.seqs; ++seq) single += queries_of(seq) == 1;
     whole = threads == 1 || single >= 4 * threads;
@@ -245,9 +258,12 @@ class Tasks {
   // Tasks are asked for in rising order.
   Task at(int64_t task) {
     while (task - before >= tasks_of(seq)) before += tasks_of(seq++);
-    if (tasks_of(seq) == 1) return Task{seq, 0, op.kv_heads, 0, queries_of(seq)};
+    if (queries_of(seq) == 1 && whole) {
+      const int64_t later = seq + threads < batch.seqs ? seq + threads : -1;
+      return Task{seq, 0, op.kv_heads, 0, 1, later};
+    }
     const int64_t first = (task - before) / op.kv_heads * together, left = queries_of(seq) - first;
-    return Task{seq, (task - before) % op.kv_heads, 1, first, left < together ? left : together};
+    return Task{seq, (task - before) % op.kv_heads, 1, first, left < together ? left : together, -1};
   }
 
   // A padded sequence, or one whose numbers make no sense, attends to nothing.
@@ -257,6 +273,7 @@ class Tasks {
   const Attend& op;
   const Batch& batch;
   const int64_t together;
+  const int threads;
   bool whole;
   int64_t seq = 0, before = 0;
 
