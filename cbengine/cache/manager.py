@@ -295,17 +295,24 @@ class CacheManager:
         if self._sharing is not None:
             self._drop(0, self._sharing.advance(rows, computed, tokens))
 
-    def swap_out(self, row: int, planned: int, computed: int) -> SwapTicket | None:
+    def swap_out(self, row: int, planned: int) -> SwapTicket | None:
         """Start to copy the row's pages to the host, if that can be and pays. To be called before `retire`.
 
-        `planned`: tokens that will be there when the launched steps have committed; `computed`: those that are there.
+        `planned`: tokens that will be there when the launched steps have committed.
         """
-        if self.swap is None or not computed:
+        if self.swap is None or not planned or self._awaits_copy(row):
             return None
         pages = self.geometry.blocks_for(planned)
         firsts = [int(group.firsts[row]) for group in self._groups]
         held = [g.tables[row, first:pages].tolist() for g, first in zip(self._groups, firsts, strict=True)]
-        return self.swap.save(firsts, held, computed)
+        return self.swap.save(firsts, held, planned)
+
+    def _awaits_copy(self, row: int) -> bool:
+        """Whether a page of the row, a fork, is still to be copied."""
+        for group, copies in zip(self._groups, self._copies, strict=True):
+            if copies and not {to for _, to in copies}.isdisjoint(group.held(row).tolist()):
+                return True
+        return False
 
     def retire(self, row: int) -> None:
         """The row ended or was preempted; its pages follow with `release`, when no launched step can touch them."""

@@ -12,12 +12,13 @@ from cbengine.cache.geometry import READ_BLOCK
 class SlidingAttentionCacheAllocator(FullAttentionCacheAllocator):
     """Pages keep their place in the block table; those wholly behind the window are given back.
 
-    A token sees `window` tokens, itself included. What is behind the window of the *committed* position (I12) is read by
+    A token sees `window` tokens, itself included. What is behind the window of the last *committed* token (I12) is read by
     no step that is in flight or still to come, so those pages go back at once, and their entries name the reserved read
-    block. Attention backends read only pages inside the window.
+    block. Attention backends read only pages inside the window. (The window of the last token and not of the next one:
+    a sibling computes the last token of the prompt once more.)
 
-    So a row holds at most ceil((window - 1 + tokens ahead) / page_size) + 1 blocks, where "ahead" is what is planned and
-    not committed.
+    So a row holds at most ceil((window + tokens ahead) / page_size) + 1 blocks, where "ahead" is what is planned and not
+    committed.
     """
 
     def __init__(self, blocks: BlockPool, rows: int, width: int, window: int, page_size: int) -> None:
@@ -26,7 +27,7 @@ class SlidingAttentionCacheAllocator(FullAttentionCacheAllocator):
         self._page_size = page_size
 
     def peak(self, pages: int, tokens_ahead: int = 0) -> int:
-        return min(pages, -(-(self._window - 1 + tokens_ahead) // self._page_size) + 1)
+        return min(pages, -(-(self._window + tokens_ahead) // self._page_size) + 1)
 
     def first_page(self, position: int) -> int:
         return max(0, position - self._window + 1) // self._page_size
@@ -36,7 +37,7 @@ class SlidingAttentionCacheAllocator(FullAttentionCacheAllocator):
 
         Vectorised over the rows; Python only for those that have a page to give back.
         """
-        wanted = np.maximum(0, computed - self._window + 1) // self._page_size
+        wanted = np.maximum(0, computed - self._window) // self._page_size
         due = wanted > self.firsts[rows]
         if not due.any():
             return

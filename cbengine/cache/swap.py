@@ -106,7 +106,7 @@ class SwapSpace:
         self.groups = [BlockPool(self.pool, k) for k in self.geometry.blocks_per_chunk]
 
     def save(self, firsts: list[int], held: list[list[int]], tokens: int) -> SwapTicket | None:
-        """Start to move these device blocks of a row out, if there is room and it pays. `tokens`: computed so far."""
+        """Start to move these device blocks of a row out, if there is room and it pays. `tokens`: that are in them."""
         num_bytes = sum(len(b) * size for b, size in zip(held, self.geometry.group_block_bytes, strict=True))
         needs = sum(group.chunks_for(len(b)) for group, b in zip(self.groups, held, strict=True))
         if not num_bytes or needs > self.pool.num_free or not self.costs.prefer_swap(num_bytes, tokens):

@@ -118,7 +118,7 @@ class BatchFiller:
         flags = self._fill_sampling(slot, layout, sample_rows, ends[sampling])
         slot.ints(layout, "banned_rows")[:] = banned[:, 0]
         slot.ints(layout, "banned_tokens")[:] = banned[:, 1]
-        self._fill_edits(slot, layout, edits, sample_rows)
+        self._fill_edits(slot, layout, edits, sample_rows, ends[sampling])
         slot.state = SlotState.FILLED
         lens = slot.ints(layout, "context_lens")
         copies = self._cache.take_copies()
@@ -138,7 +138,7 @@ class BatchFiller:
             out_words,
         )
 
-    def _fill_edits(self, slot: Slot, layout: Layout, edits: Edits, rows: np.ndarray) -> None:
+    def _fill_edits(self, slot: Slot, layout: Layout, edits: Edits, rows: np.ndarray, ends: np.ndarray) -> None:
         table = self._rows
         if edits.bias_samples:
             slot.ints(layout, "bias_samples")[:] = np.concatenate(edits.bias_samples)
@@ -148,6 +148,8 @@ class BatchFiller:
             penalised = rows[edits.penalty_samples]
             slot.ints(layout, "penalty_samples")[:] = edits.penalty_samples
             slot.ints(layout, "penalty_places")[:] = table.penalty_place[penalised]
+            slot.ints(layout, "penalty_lengths")[:] = ends[edits.penalty_samples]
+            edits.longest = int(ends[edits.penalty_samples].max())
             slot.floats(layout, "repetition")[:] = table.repetition[penalised]
             slot.floats(layout, "presence")[:] = table.presence[penalised]
             slot.floats(layout, "frequency")[:] = table.frequency[penalised]
@@ -219,10 +221,17 @@ def processor_inputs(slot: Slot, filled: Filled) -> ProcessorInputs:
     view = {name: slot.tensor(layout, name) for name in _PROCESSOR_INTS}
     values = {name: slot.tensor(layout, name).view(torch.float32) for name in _PROCESSOR_FLOATS}
     masks = slot.tensor(layout, "masks").view(layout.sizes.masks, layout.sizes.mask_words)
-    return ProcessorInputs(**view, **values, masks=masks)
+    return ProcessorInputs(**view, **values, masks=masks, longest=filled.edits.longest)
 
 
-_PROCESSOR_INTS = ("bias_samples", "bias_tokens", "penalty_samples", "penalty_places", "mask_samples")
+_PROCESSOR_INTS = (
+    "bias_samples",
+    "bias_tokens",
+    "penalty_samples",
+    "penalty_places",
+    "penalty_lengths",
+    "mask_samples",
+)
 _PROCESSOR_FLOATS = ("bias_values", "repetition", "presence", "frequency")
 
 

@@ -25,6 +25,8 @@ class Edits:
     bias_tokens: list[np.ndarray] = field(default_factory=list)
     bias_values: list[np.ndarray] = field(default_factory=list)
     penalty_samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    longest: int = 0
+    """Tokens of the longest of them."""
     mask_samples: list[int] = field(default_factory=list)
     masks: list[np.ndarray] = field(default_factory=list)
     logprob_samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))

@@ -29,6 +29,10 @@ class ProcessorInputs:
     penalty_samples: Tensor
     """int32 [Q]: the samples with penalties, and for each its place in `PenaltyTables` and its values (float32)."""
     penalty_places: Tensor
+    penalty_lengths: Tensor
+    """int32 [Q]: tokens that prompt and answer have so far."""
+    longest: int
+    """The largest of them."""
     repetition: Tensor
     presence: Tensor
     frequency: Tensor
@@ -43,7 +47,7 @@ class ProcessorInputs:
 
 @dataclass(frozen=True, slots=True)
 class PenaltyLoad:
-    """A row with penalties has got (or got again, after a preemption) a place in the tables: what it has said so far."""
+    """A row with penalties has got (or got again, after a preemption) a place in the tables: what it has so far."""
 
     place: int
     prompt: np.ndarray
@@ -51,10 +55,11 @@ class PenaltyLoad:
 
 
 class PenaltyTables:
-    """Which tokens the prompts of penalised rows have, and how often their answers have each.
+    """Which tokens the prompts of penalised rows have, how often their answers have each, and all of them in a row.
 
-    On the device, so that a step's penalties see the token that the step before it drew, without the host. Made for the
-    rows that ask; grown by doubling. Compute stream only, apart from the constructor.
+    On the device, so that a step's penalties see the token that the step before it drew, without the host. Only tokens
+    that were said are looked at and changed: a few hundred of a row's logits, not all of them. Made for the rows that ask;
+    grown by doubling. Compute stream only, apart from the constructor.
     """
 
     def __init__(self, device: Device, vocab_size: int) -> None:
@@ -62,25 +67,35 @@ class PenaltyTables:
         self._vocab = vocab_size
         self._in_prompt = device.device_buffer((0, vocab_size), torch.bool)
         self._counts = device.device_buffer((0, vocab_size), torch.int32)
+        self._said = device.device_buffer((0, 0), torch.int32)
 
     def load(self, loads: Sequence[PenaltyLoad]) -> None:
         """Set up the places of rows that join."""
-        self._reserve(max(load.place for load in loads) + 1)
+        longest = max(len(load.prompt) + len(load.answer) for load in loads)
+        self._reserve(max(load.place for load in loads) + 1, longest)
         where = self._counts.device
         for load in loads:
+            prompt = torch.from_numpy(load.prompt).to(where)
+            answer = torch.from_numpy(load.answer).to(where)
             self._in_prompt[load.place] = False
-            self._in_prompt[load.place, torch.from_numpy(load.prompt).to(where).long()] = True
-            answer = torch.from_numpy(load.answer).to(where).long()
-            self._counts[load.place] = torch.bincount(answer, minlength=self._vocab).int()
+            self._in_prompt[load.place, prompt.long()] = True
+            self._counts[load.place] = torch.bincount(answer.long(), minlength=self._vocab).int()
+            self._said[load.place, : len(prompt)] = prompt
+            self._said[load.place, len(prompt) : len(prompt) + len(answer)] = answer
 
-    def _reserve(self, places: int) -> None:
-        held = len(self._counts)
+    def _reserve(self, places: int, length: int) -> None:
+        held, width = self._said.shape
         if places > held:
-            size = (max(places, 2 * held, 8), self._vocab)
+            size = max(places, 2 * held, 8)
             in_prompt, counts = self._in_prompt, self._counts
-            self._in_prompt = self._device.device_buffer(size, torch.bool)
-            self._counts = self._device.device_buffer(size, torch.int32)
+            self._in_prompt = self._device.device_buffer((size, self._vocab), torch.bool)
+            self._counts = self._device.device_buffer((size, self._vocab), torch.int32)
             self._in_prompt[:held], self._counts[:held] = in_prompt, counts
+        if places > held or length > width:
+            said = self._said
+            shape = (len(self._counts), max(length, min(2 * width, length + 4096), 64))
+            self._said = self._device.device_buffer(shape, torch.int32)
+            self._said[:held, :width] = said
 
     def apply(self, logits: Tensor, inputs: ProcessorInputs) -> None:
         """Penalise in place: float32 [N, V].
@@ -89,20 +104,28 @@ class PenaltyTables:
         if its logit is positive, else multiplied. Presence and frequency penalty (OpenAI): a token that the answer has
         loses the one, and the other for each time that it has it.
         """
-        samples, places = inputs.penalty_samples.long(), inputs.penalty_places.long()
-        scores, counts = logits[samples], self._counts[places]
-        said = counts > 0
+        samples, places = inputs.penalty_samples.long().unsqueeze(1), inputs.penalty_places.long().unsqueeze(1)
+        lengths = inputs.penalty_lengths.unsqueeze(1)
+        self._reserve(0, inputs.longest)
+        said = self._said[places[:, 0], : inputs.longest].long()
+        # Past a row's length its first token stands again: it is then changed twice, to the same.
+        beyond = torch.arange(inputs.longest, device=said.device) >= lengths
+        tokens = torch.where(beyond, said[:, :1], said)
+        scores, counts = logits[samples, tokens], self._counts[places, tokens]
         penalty = inputs.repetition.unsqueeze(1)
+        answered = counts > 0
         repeated = torch.where(scores < 0, scores * penalty, scores / penalty)
-        scores = torch.where(said | self._in_prompt[places], repeated, scores)
-        scores -= inputs.frequency.unsqueeze(1) * counts + inputs.presence.unsqueeze(1) * said
-        logits[samples] = scores
+        scores = torch.where(answered | self._in_prompt[places, tokens], repeated, scores)
+        scores -= inputs.frequency.unsqueeze(1) * counts + inputs.presence.unsqueeze(1) * answered
+        logits[samples, tokens] = scores
 
     def count(self, tokens: Tensor, inputs: ProcessorInputs) -> None:
         """The samples have drawn `tokens`, [N]."""
-        places, drawn = inputs.penalty_places.long(), tokens[inputs.penalty_samples.long()].long()
+        places, drawn = inputs.penalty_places.long(), tokens[inputs.penalty_samples.long()]
         # A place stands in a step once, so no two of these writes meet.
-        self._counts[places, drawn] += 1
+        self._counts[places, drawn.long()] += 1
+        self._reserve(0, inputs.longest + 1)
+        self._said[places, inputs.penalty_lengths.long()] = drawn.int()
 
 
 def process(logits: Tensor, inputs: ProcessorInputs, tables: PenaltyTables) -> Tensor:

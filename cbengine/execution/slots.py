@@ -76,6 +76,7 @@ class Layout:
             "bias_values": biases,
             "penalty_samples": q,
             "penalty_places": q,
+            "penalty_lengths": q,
             "repetition": q,
             "presence": q,
             "frequency": q,

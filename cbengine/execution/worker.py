@@ -181,8 +181,10 @@ class Worker:
                 else:
                     self.built.loop.abandon(lambda label: dead_error(label, fault))
         finally:
-            self._release(device)
-            self._set_state(WorkerState.ENDED)
+            try:
+                self._release(device)
+            finally:
+                self._set_state(WorkerState.ENDED)  # whatever went wrong: somebody waits for it
 
     def _release(self, device: Device | None) -> None:
         """Give back the device's memory, its threads and the caller's model. A step of it may fail if the device has."""

@@ -83,7 +83,7 @@ class Lifecycle:
             return
         transfer = None
         if row_status == LEAVING:
-            request.ticket = self._cache.swap_out(row, int(table.planned[row]), int(table.computed[row]))
+            request.ticket = self._cache.swap_out(row, int(table.planned[row]))
             transfer = None if request.ticket is None else request.ticket.transfer
         self._cache.retire(row)
         self._returning.append(_Returning(self.launched, request, transfer))

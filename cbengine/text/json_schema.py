@@ -49,20 +49,20 @@ def _is_finite(schema: object, root: Mapping[str, Any], finite: dict[str, bool],
             return False
     for name in ("anyOf", "oneOf"):
         parts = schema.get(name)
-        if isinstance(parts, list) and parts and not any([known(part) for part in parts]):
+        if isinstance(parts, list) and parts and not any(known(part) for part in parts):
             return False
     parts = schema.get("allOf")
-    if isinstance(parts, list) and not all([known(part) for part in parts]):
+    if isinstance(parts, list) and not all(known(part) for part in parts):
         return False
     if schema.get("type") == "object":
         properties, required = schema.get("properties"), schema.get("required")
         if isinstance(properties, Mapping) and isinstance(required, list):
-            return all([known(properties[name]) for name in required if name in properties])
+            return all(known(properties[name]) for name in required if name in properties)
     if schema.get("type") == "array" and isinstance(least := schema.get("minItems", 0), int) and least > 0:
         first = schema.get("prefixItems")
         items = list(first) if isinstance(first, list) else []
         items = items[:least] + [schema.get("items", True)] * (least > len(items))
-        return all([known(item) for item in items])
+        return all(known(item) for item in items)
     return True
 
 

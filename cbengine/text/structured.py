@@ -1,4 +1,4 @@
-"""Structured output: what is asked for, and where one answer is within it.
+"""Structured output: from what is asked for to the tokens that may come next.
 
 A spec is compiled into a `Grammar` off the event loop (milliseconds, seconds for huge schemas), once for equal specs. Each
 answer has a `GrammarState`, which says what tokens may come next. The work is done by llguidance (Earley parsing over a
@@ -14,101 +14,35 @@ import json
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cbengine.errors import InvalidRequestError, RequestFailedError, UnsupportedFeatureError
 from cbengine.text.grammar_tokens import GrammarTokens
 from cbengine.text.json_schema import check_finite
+from cbengine.text.structured_spec import StructuredSpec
 from cbengine.text.tokenize import TextTokenizer
 
 if TYPE_CHECKING:
     import llguidance
 
-_KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
-_ALLOWED = (
-    "give exactly one of json_schema (a dict, its JSON text or a pydantic model class), json_object=True, regex (a"
-    " regular expression for the whole answer), choice (a list of strings) and grammar (a Lark grammar with a rule `start`)"
-)
+__all__ = [
+    "Grammar",
+    "GrammarCompiler",
+    "GrammarState",
+    "MaskFiller",
+    "StructuredSpec",
+    "compile_grammar",
+    "prepare_tokenizer",
+]
+
 # One blank, or a line break and an indentation. JSON allows any number of blanks, which small models go on with for ever.
 _WHITESPACE = r"\x20|\x0D?\x0A[\x20\x09]{0,32}"
 _MOST_GRAMMARS = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StructuredSpec:
-    """What the text of an answer must be like. Exactly one field is given.
-
-    Equal specs are compiled once. Whichever it is, the answer ends where nothing can follow any more.
-
-    Raises:
-        InvalidRequestError: none or several are given, or the one that is has the wrong type.
-    """
-
-    json_schema: Mapping[str, Any] | str | type | None = None
-    """JSON that is valid under this schema, properties in the schema's order: a dict, its JSON text, or a pydantic model
-    class. Kept as JSON text. Keywords that cannot be enforced are an error when it is compiled. Between its parts the
-    answer may have one blank, or a line break and an indentation; `"x-guidance"` in the schema sets it otherwise."""
-    json_object: bool = False
-    """Any JSON object."""
-    regex: str | None = None
-    """A regular expression (Rust's syntax, no look-around) that the whole answer matches."""
-    choice: Sequence[str] | None = None
-    """The answer is one of these strings. Kept as a tuple."""
-    grammar: str | None = None
-    """A grammar in llguidance's dialect of Lark, with a rule `start`. `<|name|>` is a special token."""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.json_object, bool):
-            raise InvalidRequestError(f"json_object must be True or False, got {self.json_object!r}")
-        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
-            raise InvalidRequestError(f"structured output has {' and '.join(given) or 'nothing'}: {_ALLOWED}")
-        if self.json_schema is not None:
-            object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
-        if self.choice is not None:
-            object.__setattr__(self, "choice", _choices(self.choice))
-        for name in ("regex", "grammar"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise InvalidRequestError(f"{name} must be a str that is not empty, got {value!r:.80}: {_ALLOWED}")
-
-    @property
-    def kind(self) -> str:
-        """Name of the field that is given."""
-        return next(name for name in _KINDS if getattr(self, name) not in (None, False))
-
-
-def _schema_text(schema: object) -> str:
-    """The schema as JSON text, its properties in their order. Raises `InvalidRequestError`."""
-    if isinstance(schema, type):
-        make = getattr(schema, "model_json_schema", None)
-        if make is None:
-            raise InvalidRequestError(f"json_schema is the class {schema.__name__}, no pydantic model: {_ALLOWED}")
-        schema = make()
-    elif isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except ValueError as error:
-            raise InvalidRequestError(f"json_schema is a str but no JSON ({error}): {_ALLOWED}") from error
-    if not isinstance(schema, Mapping):
-        raise InvalidRequestError(f"json_schema must be a JSON object, not {type(schema).__name__}: {_ALLOWED}")
-    try:
-        return json.dumps(dict(schema), ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"json_schema cannot be written as JSON: {error}") from error
-
-
-def _choices(choice: object) -> tuple[str, ...]:
-    if isinstance(choice, str) or not isinstance(choice, Sequence) or not choice:
-        raise InvalidRequestError(f"choice must be a list of strings with at least one, got {choice!r:.80}")
-    if not all(isinstance(item, str) and item for item in choice):
-        raise InvalidRequestError(f"every one of choice must be a str that is not empty, got {list(choice)!r:.80}")
-    return tuple(dict.fromkeys(choice))
 
 
 def compile_grammar(
@@ -195,7 +129,12 @@ class GrammarCompiler:
     def _compile(self, spec: StructuredSpec) -> Grammar:
         library = self._library
         limits = library.LLParserLimits(verbose_errors=False)
-        matcher = library.LLMatcher(self._tokenizer, _source(spec, library), log_level=0, limits=limits)
+        try:
+            matcher = library.LLMatcher(self._tokenizer, _source(spec, library), log_level=0, limits=limits)
+        except (ValueError, RecursionError) as error:  # text that is no Unicode, a schema nested too deeply
+            if isinstance(error, InvalidRequestError):
+                raise
+            raise InvalidRequestError(_refused(spec, str(error))) from error
         if matcher.is_error():
             raise InvalidRequestError(_refused(spec, matcher.get_error()))
         grammar = Grammar(matcher, self.vocab_size, frozenset(self._tokenizer.eos_tokens))
@@ -308,14 +247,15 @@ class MaskFiller:
             row, state = rows[0]
             state._matcher.unsafe_compute_mask_ptr(out[row].ctypes.data, out[row].nbytes)
         else:
-            if self._executor is None:
-                self._executor = _load_library().LLExecutor(self._threads)
+            executor = self._executor
+            if executor is None:
+                executor = self._executor = _load_library().LLExecutor(self._threads)
             matchers = [(state._matcher, row) for row, state in rows]
-            self._executor.unsafe_compute_mask_ptr(matchers, out.ctypes.data, words * 4, len(out))
+            executor.unsafe_compute_mask_ptr(matchers, out.ctypes.data, words * 4, len(out))
         return [(row, error) for row, state in rows if (error := state.error) is not None]
 
 
-def _load_library() -> Any:
+def _load_library() -> ModuleType:
     try:
         import llguidance
     except ImportError as error:
@@ -325,7 +265,7 @@ def _load_library() -> Any:
     return llguidance
 
 
-def _source(spec: StructuredSpec, library: Any) -> str:
+def _source(spec: StructuredSpec, library: ModuleType) -> str:
     """The spec in llguidance's language."""
     matcher = library.LLMatcher
     if spec.json_object:

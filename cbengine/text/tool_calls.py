@@ -12,24 +12,23 @@ looks like a call comes out as text, mark included, as soon as that is certain; 
 begun ends the call, and the rest comes as text. Marks, the JSON around name and arguments, and blanks after a call are no
 text. What a parser gives depends on the text alone, never on how it is cut into pieces.
 
-Parsers are plain objects for one thread at a time, and wait for nothing.
+Parsers are plain objects for one thread at a time, and wait for nothing. A mark that is a special token has no text unless
+the detokenizer shows it: `TextTokenizer.detokenizer(keep=tokenizer.ids_of_special(markers))`.
 """
 
 from __future__ import annotations
 
-import enum
 import re
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from cbengine.errors import InvalidRequestError
-from cbengine.text.call_reader import CallReader, JsonValue, skip_blanks
+from cbengine.text.call_machine import At, CallMachine
+from cbengine.text.call_reader import JsonValue, skip_blanks
 from cbengine.text.markers import find_marker, possible_marker
-from cbengine.text.parts import Part, PartList, TextPart, ToolCallPart
-
-FORMATS = ("hermes", "llama3", "mistral")
+from cbengine.text.parts import Part
 
 
 class ToolCallParser(Protocol):
@@ -44,294 +43,213 @@ class ToolCallParser(Protocol):
         ...
 
 
-class _At(enum.Enum):
-    TEXT = enum.auto()
-    OPENED = enum.auto()  # after a mark
-    CALL = enum.auto()  # in an object with name and arguments
-    NAME = enum.auto()  # in a bare name (Mistral)
-    ARGUMENTS = enum.auto()  # in bare arguments (Mistral)
-    LISTED = enum.auto()  # after an object in a list (Mistral)
-    AFTER = enum.auto()  # after a call, where another one or text may follow
-
-
-class _Parser:
-    """What the formats have in common: a machine that goes over the text once.
-
-    Each state has a method that reads on from a position of `self._text` and returns the new one. One that returns the
-    same position without changing the state has to see more text; what is left then waits in `_held`.
-    """
-
-    OPEN: str
-    """The mark before a call."""
-    CLOSE = ""
-    """The mark after it, if there is one."""
-    BETWEEN = re.compile(r"[ \t\r\n]*")
-    """What may be left out after a call."""
-
-    def __init__(self, make_id: Callable[[], str]) -> None:
-        self._make_id = make_id
-        self._at = _At.TEXT
-        self._text = ""
-        self._held = ""
-        self._raw = ""  # of what may be a call: read, but given back as text if it is none
-        self._reader = CallReader()
-        self._calls = 0
-        self._out = PartList()
-        self._steps: dict[_At, Callable[[int], int]] = {
-            _At.TEXT: self._in_text, _At.OPENED: self._opened, _At.CALL: self._in_call, _At.AFTER: self._after,
-        }  # fmt: skip
-
-    def push(self, text: str) -> list[Part]:
-        """See `ToolCallParser.push`."""
-        self._text = self._held + text
-        at = self._run(0)
-        self._held = self._text[at:]
-        parts, self._out = self._out.parts, PartList()
-        return parts
-
-    def _run(self, at: int) -> int:
-        while at < len(self._text):
-            before = at, self._at
-            at = self._steps[self._at](at)
-            if (at, self._at) == before:
-                break
-        return at
-
-    def flush(self) -> list[Part]:
-        """See `ToolCallParser.flush`."""
-        rest = self._raw + self._held
-        if self._at is _At.AFTER and self._is_tail(rest):
-            rest = ""
-        self._give(rest)
-        self._raw = self._held = ""
-        self._at = _At.TEXT
-        parts, self._out = self._out.parts, PartList()
-        return parts
-
-    def _is_tail(self, rest: str) -> bool:
-        """Whether this, the last text after a call, is blanks and the start of the closing mark."""
-        match = self.BETWEEN.match(rest)
-        return match is not None and self.CLOSE.startswith(rest[match.end() :])
-
-    # --- the states ---------------------------------------------------------------------------------------------------
-
-    def _in_text(self, at: int) -> int:
-        text = self._text
-        found = text.find(self.OPEN, at)
-        end = found if found >= 0 else possible_marker(text, at, (self.OPEN,))
-        self._give(text[at:end])
-        return self._open(found, self.OPEN) if found >= 0 else end
-
-    def _open(self, at: int, mark: str) -> int:
-        """A mark begins here."""
-        self._raw = mark
-        self._at = _At.OPENED
-        return at + len(mark)
-
-    def _opened(self, at: int) -> int:
-        text, start = self._text, at
-        at = skip_blanks(text, at)
-        self._raw += text[start:at]
-        if at == len(text):
-            return at
-        return self._begin_object(at) if text[at] == "{" else self._refuse(at)
-
-    def _begin_object(self, at: int, *, strict: bool = False) -> int:
-        self._reader = CallReader(strict=strict)
-        self._at = _At.CALL
-        return at
-
-    def _in_call(self, at: int) -> int:
-        reader = self._reader
-        begun = reader.begun
-        end = reader.feed(self._text, at)
-        if reader.begun:
-            if not begun:
-                self._begin_call(reader.name or "", reader.id)
-            self._argue(reader.take())
-        else:
-            self._raw += self._text[at:end]
-        if reader.broken:
-            return self._refuse(end)
-        if reader.done:
-            self._end_call()
-        return end
-
-    def _after(self, at: int) -> int:
-        text = self._text
-        match = self.BETWEEN.match(text, at)
-        end = match.end() if match else at
-        for mark in filter(None, (self.CLOSE, self.OPEN)):
-            if text.startswith(mark, end):
-                return self._open(end, mark) if mark == self.OPEN else end + len(mark)
-            if mark.startswith(text[end:]):
-                return at
-        self._at = _At.TEXT
-        return at
-
-    # --- what comes out -----------------------------------------------------------------------------------------------
-
-    def _give(self, text: str) -> None:
-        self._out.add(TextPart(text))
-
-    def _refuse(self, at: int) -> int:
-        """This is no call, or no longer one: what was kept of it is text, and so is what follows, until the next mark."""
-        self._give(self._raw)
-        self._raw = ""
-        self._at = _At.TEXT
-        return at
-
-    def _begin_call(self, name: str, call_id: str | None) -> None:
-        self._raw = ""
-        self._out.add(ToolCallPart(self._calls, call_id or self._make_id(), name))
-        self._calls += 1
-
-    def _argue(self, text: str) -> None:
-        self._out.add(ToolCallPart(self._calls - 1, arguments_delta=text))
-
-    def _end_call(self) -> None:
-        self._at = _At.AFTER
-
-
-class HermesParser(_Parser):
+class HermesParser(CallMachine):
     """See the module."""
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
+    MARKERS = (OPEN, CLOSE)
 
 
-class LlamaParser(_Parser):
-    """See the module. `_line_start`: all that was given since the last line break is blanks."""
+class LlamaParser(CallMachine):
+    """See the module."""
 
     OPEN = "<|python_tag|>"
     BETWEEN = re.compile(r"[ \t\r\n;]*")
+    MARKERS = (OPEN,)
 
     def __init__(self, make_id: Callable[[], str]) -> None:
         super().__init__(make_id)
-        self._line_start = True
+        self._line_start = True  # all that came since the last line break is blanks
 
-    def _give(self, text: str) -> None:
-        head, _, line = text.rpartition("\n")
-        if text:
-            self._line_start = not line.strip() and (self._line_start or bool(head) or text.startswith("\n"))
-        super()._give(text)
+    def give(self, text: str) -> None:
+        _, line_break, line = text.rpartition("\n")
+        self._line_start = not line.strip() and (self._line_start or bool(line_break))
+        super().give(text)
 
-    def _in_text(self, at: int) -> int:
-        text = self._text
-        found = find_marker(text, at, (self.OPEN, "{"))
-        end = found[0] if found else possible_marker(text, at, (self.OPEN,))
-        self._give(text[at:end])
+    def end_call(self) -> None:
+        super().end_call()
+        self._line_start = False
+
+    def in_text(self, at: int) -> int:
+        found = find_marker(self.text, at, (self.OPEN, "{"))
+        end = found[0] if found else possible_marker(self.text, at, (self.OPEN,))
+        self.give(self.text[at:end])
         if found is None:
             return end
         if found[1] == self.OPEN:
-            return self._open(end, self.OPEN)
+            return self.open(end, end + len(self.OPEN))
         if self._line_start:
-            return self._begin_object(end, strict=True)
-        self._give("{")
+            return self.begin_object(end, strict=True)
+        self.give("{")
         return end + 1
 
-    def _after(self, at: int) -> int:
-        match = self.BETWEEN.match(self._text, at)
+    def after(self, at: int) -> int:
+        match = self.BETWEEN.match(self.text, at)
         end = match.end() if match else at
-        if self._text.startswith("{", end):
-            self._raw = self._text[at:end]
-            return self._begin_object(end, strict=True)
-        start, self._line_start = self._at, False
-        at = super()._after(at)
-        self._line_start = self._at is start
-        return at
+        if self.text.startswith("{", end):
+            self.raw = self.text[at:end]
+            return self.begin_object(end, strict=True)
+        return super().after(at)
 
 
-class MistralParser(_Parser):
+class MistralParser(CallMachine):
     """See the module."""
 
     OPEN = "[TOOL_CALLS]"
     ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
-    _WORD = re.compile(r"[\w.\-]*")
-    _MAX_WORD = 256
+    MARKERS = (OPEN, ARGUMENTS, CALL_ID)
+    WORD = re.compile(r"[\w.\-]*")
+    MAX_WORD = 256
 
     def __init__(self, make_id: Callable[[], str]) -> None:
         super().__init__(make_id)
-        self._steps |= {_At.NAME: self._in_name, _At.ARGUMENTS: self._in_arguments, _At.LISTED: self._in_list}
-        self._list = False
-        self._words: list[str] = []  # the bare name, and the id after it
+        self._in_list = False
+        self._name = ""
+        self._id: str | None = None  # not None once its mark has come
         self._value = JsonValue()
 
-    def _opened(self, at: int) -> int:
-        text, start = self._text, at
-        at = skip_blanks(text, at)
-        self._raw += text[start:at]
-        if at == len(text):
-            return at
-        self._list = text[at] == "["
-        if self._list:
-            self._raw += "["
-            self._at = _At.LISTED
-            return at + 1
-        if text[at] == "{":
-            return self._begin_object(at)
-        self._words = [""]
-        self._at = _At.NAME
-        return at
-
-    def _end_call(self) -> None:
-        self._at = _At.LISTED if self._list else _At.AFTER
-
-    def _in_list(self, at: int) -> int:
-        """Between the objects of a list; `_raw` is empty after the first."""
-        text, start = self._text, at
-        at = skip_blanks(text, at)
-        if at == len(text):
-            return start
-        first, more = self._raw.endswith("["), self._raw.endswith(",")
-        if text[at] == "{" and (first or more):
-            self._raw += text[start:at]
-            return self._begin_object(at)
-        if text[at] == "," and not first and not more:
-            self._raw = text[start : at + 1]
-            return at + 1
-        if text[at] == "]" and not first and not more:
-            self._raw = ""
-            self._at = _At.AFTER
-            return at + 1
-        return self._refuse(start)
-
-    def _in_name(self, at: int) -> int:
-        text = self._text
-        match = self._WORD.match(text, at)
-        end = match.end() if match else at
-        end = min(end, at + self._MAX_WORD - len(self._words[-1]))
-        self._words[-1] += text[at:end]
-        self._raw += text[at:end]
-        if end == len(text):
+    def opened(self, at: int) -> int:
+        end = skip_blanks(self.text, at)
+        self.raw += self.text[at:end]
+        if end == len(self.text):
             return end
-        if self._words[-1]:
-            for mark in (self.ARGUMENTS, self.CALL_ID)[: 3 - len(self._words)]:
-                if text.startswith(mark, end):
-                    return self._after_name(end, mark)
-                if mark.startswith(text[end:]):
-                    return end
-            if text[end] == "{" and len(self._words) == 1:
-                return self._begin_arguments(end)
-        return self._refuse(end)
+        self._in_list = self.text[end] == "["
+        if self._in_list:
+            self.raw += "["
+            self.at = At.LISTED
+            return end + 1
+        if self.text[end] == "{":
+            return self.begin_object(end)
+        self._name, self._id = "", None
+        self.at = At.NAME
+        return end
 
-    def _after_name(self, at: int, mark: str) -> int:
-        self._raw += mark
-        at += len(mark)
-        if mark == self.CALL_ID:
-            self._words.append("")
+    def end_call(self) -> None:
+        self.at = At.LISTED if self._in_list else At.AFTER
+
+    def in_list(self, at: int) -> int:
+        """`raw` has something before the first object, and after a comma: then an object must come."""
+        end = skip_blanks(self.text, at)
+        if end == len(self.text):
+            return at
+        character = self.text[end]
+        if self.raw and character == "{":
+            self.raw += self.text[at:end]
+            return self.begin_object(end)
+        if not self.raw and character == ",":
+            self.raw = self.text[at : end + 1]
+            return end + 1
+        if not self.raw and character == "]":
+            self.at = At.AFTER
+            return end + 1
+        return self.refuse(at)
+
+    def is_tail(self, rest: str) -> bool:
+        return super().is_tail(rest) or (self.at is At.LISTED and rest.strip() in ("", ","))
+
+    def in_name(self, at: int) -> int:
+        """The name, and then perhaps the id: a word, and a mark or the arguments behind it."""
+        word = self._name if self._id is None else self._id
+        match = self.WORD.match(self.text, at)
+        end = min(match.end() if match else at, at + self.MAX_WORD - len(word))
+        word += (piece := self.text[at:end])
+        self.raw += piece
+        if self._id is None:
+            self._name = word
         else:
-            self._words.append("")
-            self._at = _At.ARGUMENTS
-            self._value = JsonValue()
-        return at
+            self._id = word
+        if end == len(self.text):
+            return end
+        if word and self.text[end] == "{" and self._id is None:
+            self.at = At.NAMED
+            return end
+        return self._mark_after_name(end) if word else self.refuse(end)
 
-    def _begin_arguments(self, at: int) -> int:
-        self._at = _At.ARGUMENTS
+    def _mark_after_name(self, at: int) -> int:
+        marks = (self.ARGUMENTS, self.CALL_ID) if self._id is None else (self.ARGUMENTS,)
+        for mark in marks:
+            if self.text.startswith(mark, at):
+                self.raw += mark
+                if mark == self.CALL_ID:
+                    self._id = ""
+                else:
+                    self.at = At.NAMED
+                return at + len(mark)
+        waiting = any(mark.startswith(self.text[at:]) for mark in marks)
+        return at if waiting else self.refuse(at)
+
+    def named(self, at: int) -> int:
+        end = skip_blanks(self.text, at)
+        self.raw += self.text[at:end]
+        if end == len(self.text):
+            return end
+        if self.text[end] != "{":
+            return self.refuse(end)
+        self.begin_call(self._name, self._id)
         self._value = JsonValue()
-        return at
+        self.at = At.ARGUMENTS
+        return end
 
-    def _in_arguments(self, at: int) -> int:
-        return at
+    def in_arguments(self, at: int) -> int:
+        end = self._value.feed(self.text, at)
+        self.argue(self.text[at:end])
+        if self._value.broken:
+            return self.refuse(end)
+        if self._value.done:
+            self.end_call()
+        return end
 
 
-_PARSERS: Mapping[str, type[_Parser]] = {"hermes": HermesParser, "llama3": LlamaParser, "mistral": MistralParser}
+PARSERS: Mapping[str, type[CallMachine]] = {"hermes": HermesParser, "llama3": LlamaParser, "mistral": MistralParser}
+"""The formats of tool calls, by name."""
+
+# Formats that are not read here, though their templates have one of our marks: Qwen 3 Coder, GLM 4.5, Llama 4, and others.
+_FOREIGN = ("<function=", "<arg_key>", "<parameter=", "<|tool_calls_section_begin|>", "<｜tool")
+_BY_TEMPLATE = (
+    ("hermes", ("<tool_call>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("llama3", ("<|python_tag|>", '{"name": function name, "parameters": dictionary', "Environment: ipython")),
+)
+_BY_NAME = (
+    ("hermes", re.compile(r"hermes|qwen-?(2\.5|3)(?!.*coder)", re.IGNORECASE)),
+    ("llama3", re.compile(r"llama-?3\.[123]", re.IGNORECASE)),
+    ("mistral", re.compile(r"(mi|mini|magi|dev|code)stral|mixtral", re.IGNORECASE)),
+)
+
+
+def detect_format(chat_template: str | Mapping[str, str] | None, model_name: str = "") -> str | None:
+    """Which of the formats a model writes tool calls in: "hermes", "llama3", "mistral", or None for none of them.
+
+    Found by the marks in its chat template (of several templates, in any of them). The model's name counts only where
+    there is no template.
+    """
+    if chat_template:
+        text = chat_template if isinstance(chat_template, str) else "\n".join(map(str, chat_template.values()))
+        if any(mark in text for mark in _FOREIGN):
+            return None
+        return next((name for name, marks in _BY_TEMPLATE if any(mark in text for mark in marks)), None)
+    return next((name for name, pattern in _BY_NAME if pattern.search(model_name)), None)
+
+
+def make_parser(format: str, make_id: Callable[[], str] | None = None) -> ToolCallParser:
+    """A parser for one answer.
+
+    Args:
+        format: "hermes", "llama3" or "mistral".
+        make_id: makes the ids of calls to which the model gives none. Default: `call_` and 24 hexadecimal digits; for
+            Mistral, whose templates take no others, 9 letters and digits.
+
+    Raises:
+        InvalidRequestError: there is no such format.
+    """
+    if format not in PARSERS:
+        raise InvalidRequestError(f"the format of tool calls must be one of {', '.join(PARSERS)}, not {format!r}")
+    return PARSERS[format](make_id or (_short_id if format == "mistral" else _long_id))
+
+
+def _long_id() -> str:
+    return "call_" + secrets.token_hex(12)
+
+
+def _short_id() -> str:
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))

@@ -9,6 +9,7 @@ from cbengine.testing import SimDevice
 from tests.cache.churn import MEMORY, churn, make_driver
 
 LAYERS = {"full": (None, None), "sliding": (6, 6), "hybrid": (None, 5, 5), "uneven": (None, None, 9, 9, 9)}
+BLOCKS = {"full": 9, "sliding": 5, "hybrid": 8, "uneven": 9}
 SWAP = {"cpu_offload_space": 0.001, "preemption": "swap"}
 
 
@@ -16,7 +17,7 @@ SWAP = {"cpu_offload_space": 0.001, "preemption": "swap"}
 def test_the_prefix_cache_changes_no_token(scheduler: str) -> None:
     found = evicted = preempted = 0
     for seed in range(100):
-        driver = make_driver(SimDevice(seed, memory=MEMORY), scheduler_type=scheduler, use_async_batching=seed % 4 != 0)
+        driver = make_driver(SimDevice(seed, memory=MEMORY), scheduler_type=scheduler, num_blocks=10)
         sharing = driver.parts.cache.sharing
         assert sharing is not None
         evict = sharing.prefix.evict
@@ -39,7 +40,7 @@ def test_swapped_or_recomputed_the_answers_are_the_same(layers: str) -> None:
     swapped = 0
     for seed in range(40):
         settings = {**SWAP, "preemption": ("swap", "auto")[seed % 2]} if seed % 4 else {}
-        driver = make_driver(SimDevice(seed, memory=MEMORY), *LAYERS[layers], num_blocks=10, **settings)
+        driver = make_driver(SimDevice(seed, memory=MEMORY), *LAYERS[layers], num_blocks=BLOCKS[layers], **settings)
         churn(driver, seed)
         swap = driver.parts.cache.swap
         if swap is not None:

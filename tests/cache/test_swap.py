@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from cbengine.cache.swap import SwapCosts
+from cbengine.devices import Device
 from cbengine.execution.swapping import BlockMover, BlockTransfer
 from cbengine.outputs import RequestStatus
+from cbengine.scheduling.request import Request
 from cbengine.testing import RaceError, SimDevice
-from tests.cache.churn import MEMORY, churn, make_driver
+from tests.cache.churn import MEMORY, make_driver
 from tests.support.driver import Driver
 
 SWAP = {"cpu_offload_space": 0.001, "preemption": "swap"}
 
 
-def oversubscribed(seed: int, **settings: object) -> Driver:
+def oversubscribed(seed: int, device: Device | None = None, **settings: object) -> Driver:
     """A cache for one and a half requests, and eight of them."""
-    driver = make_driver(SimDevice(seed, memory=MEMORY), num_blocks=9, allow_block_sharing=False, **settings)
+    device = device or SimDevice(seed, memory=MEMORY)
+    driver = make_driver(device, num_blocks=9, allow_block_sharing=False, **settings)
     for i in range(8):
         driver.submit([2 + i, 3, 4 + i, 5, 6], max_new_tokens=19, ignore_eos=True)
     return driver
@@ -28,20 +32,25 @@ def oversubscribed(seed: int, **settings: object) -> Driver:
 def test_five_times_oversubscribed(settings: dict[str, object]) -> None:
     for seed in range(20):
         driver = oversubscribed(seed, **settings)
+        _watch_the_oldest(driver)
         computed = idle = 0
-        while driver.busy or driver.loop.parts.inbox:
-            busy = driver.turn()
-            oldest = next((d.request for d in driver.driven if d.alive), None)
-            if oldest is not None and oldest.first_scheduled_time is not None:
-                assert oldest.status is not RequestStatus.PREEMPTED, "the oldest lost its place"
+        while driver.turn():
             now = driver.parts.committer.tokens + driver.parts.committer.prompt_tokens
             idle = idle + 1 if now == computed else 0
             computed = now
-            assert idle < 8, "nothing gets on"
-            if not busy and not driver.busy:
-                break
+            assert idle < 4, "nothing gets on"
         driver.check()
         assert 0 < driver.parts.lifecycle.preemptions < 60
+
+
+def _watch_the_oldest(driver: Driver) -> None:
+    inner = driver.parts.lifecycle.transition
+
+    def transition(request: Request, to: RequestStatus, *rest: Any) -> None:
+        assert to is not RequestStatus.PREEMPTED or request.id > min(driver.parts.requests), "the oldest lost its place"
+        inner(request, to, *rest)
+
+    driver.parts.lifecycle.transition = transition
 
 
 def test_what_was_swapped_out_is_not_computed_again() -> None:
@@ -51,7 +60,8 @@ def test_what_was_swapped_out_is_not_computed_again() -> None:
         driver.run()
         driver.check()
         swap, lifecycle = driver.parts.cache.swap, driver.parts.lifecycle
-        assert swap is not None and swap.swaps_out == swap.swaps_in == lifecycle.preemptions
+        assert swap is not None and swap.swaps_out == swap.swaps_in
+        assert lifecycle.preemptions - swap.swaps_out <= 2  # those who had no token yet
         assert driver.parts.committer.prompt_tokens == 8 * 5
         swaps += swap.swaps_out
     assert swaps > 40
@@ -132,7 +142,7 @@ def test_planted_hazards_are_found(hazard: str, monkeypatch: pytest.MonkeyPatch)
     for seed in range(30):
         device = SimDevice(seed, memory=MEMORY, drop=lambda kind, name: (kind, name) in dropped)
         try:
-            churn(make_driver(device, num_blocks=9, **SWAP), seed)
+            oversubscribed(seed, device, **SWAP).run()
         except RaceError as race:
             found += found_as in str(race)
     assert found > 5

@@ -41,7 +41,7 @@ def test_the_invariants_hold(scheduler: str, stop: str) -> None:
     runs = [_run(SimDevice(seed, memory=MEMORY), seed, stop, scheduler_type=scheduler) for seed in SEEDS]
     # The workload gets to the places that matter.
     assert sum(run.speculated for run in runs) > 50
-    assert sum(run.parts.lifecycle.preemptions for run in runs) > 20
+    assert sum(run.parts.lifecycle.preemptions for run in runs) > 5
     assert sum(run.driver.pauses_heard for run in runs) > 20
     assert sum(driven.request.cached_tokens for run in runs for driven in run.driver.driven) > 100
 

@@ -136,25 +136,28 @@ def test_merged_names_what_exists() -> None:
         assert name in str(caught.value)
 
 
+OURS: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""What holds where neither the request nor the model says anything."""
+
+
 def test_resolved_without_model_defaults() -> None:
     params = SamplingParams().resolved({})
-    assert params == SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    assert params == SamplingParams(**OURS)
     assert (params.max_new_tokens, params.seed) == (None, None)
     assert params.resolved({}) is params
 
 
 def test_resolved_prefers_what_was_asked_for() -> None:
     model = {"temperature": 0.0, "top_k": 50, "top_p": 0.9, "min_p": 0.1, "max_new_tokens": 20, "unrelated": 1}
-    assert SamplingParams().resolved(model) == SamplingParams(
-        temperature=0.0, top_k=50, top_p=0.9, min_p=0.1, max_new_tokens=20
-    )
-    asked = SamplingParams(temperature=0.7, top_k=0, top_p=1.0, min_p=0.0, max_new_tokens=3, seed=1)
+    expected = {**OURS, "temperature": 0.0, "top_k": 50, "top_p": 0.9, "min_p": 0.1, "max_new_tokens": 20}
+    assert SamplingParams().resolved(model) == SamplingParams(**expected)
+    asked = SamplingParams(**{**OURS, "temperature": 0.7, "max_new_tokens": 3, "seed": 1})
     assert asked.resolved(model) is asked
 
 
 def test_resolved_takes_none_for_not_said() -> None:
     model = {"temperature": None, "top_k": None, "top_p": 0.5, "max_new_tokens": None}
-    assert SamplingParams().resolved(model) == SamplingParams(temperature=1.0, top_k=0, top_p=0.5, min_p=0.0)
+    assert SamplingParams().resolved(model) == SamplingParams(**{**OURS, "top_p": 0.5})
 
 
 def test_resolved_makes_room_for_min_new_tokens() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,8 @@ def floats(values: Sequence[float]) -> torch.Tensor:
 
 def make_inputs(**given: Any) -> ProcessorInputs:
     nothing: dict[str, Any] = {name: ints([]) for name in ("bias_samples", "bias_tokens", "mask_samples")}
-    nothing |= {name: ints([]) for name in ("penalty_samples", "penalty_places")}
+    nothing |= {name: ints([]) for name in ("penalty_samples", "penalty_places", "penalty_lengths")}
+    nothing["longest"] = max(given.get("penalty_lengths", ints([0])).tolist())
     nothing |= {name: floats([]) for name in ("bias_values", "repetition", "presence", "frequency")}
     return ProcessorInputs(**{**nothing, "masks": ints([]).view(0, 0), **given})
 
@@ -48,13 +51,14 @@ def tables(*loads: tuple[list[int], list[int]]) -> PenaltyTables:
 
 
 tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)
+prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     rows=st.lists(
-        st.tuples(tokens, tokens, st.floats(0.1, 3.0), st.floats(-2, 2), st.floats(-2, 2)), min_size=1, max_size=4
+        st.tuples(prompts, tokens, st.floats(0.1, 3.0), st.floats(-2, 2), st.floats(-2, 2)), min_size=1, max_size=4
     ),
 )
 def test_penalties(seed: int, rows: list[tuple[list[int], list[int], float, float, float]]) -> None:
@@ -66,6 +70,7 @@ def test_penalties(seed: int, rows: list[tuple[list[int], list[int], float, floa
     inputs = make_inputs(
         penalty_samples=ints([len(rows) - 1 - place for place in order]),
         penalty_places=ints(order),
+        penalty_lengths=ints([len(rows[place][0]) + len(rows[place][1]) for place in order]),
         repetition=floats([rows[place][2] for place in order]),
         presence=floats([rows[place][3] for place in order]),
         frequency=floats([rows[place][4] for place in order]),
@@ -84,15 +89,17 @@ def test_penalties(seed: int, rows: list[tuple[list[int], list[int], float, floa
 
 
 def test_penalties_count_what_is_drawn() -> None:
-    made = tables(([], []), ([3], [5, 5]))
+    made = tables(([8], []), ([3], [5, 5]))
     inputs = make_inputs(
         penalty_samples=ints([1, 2]),
         penalty_places=ints([1, 0]),
+        penalty_lengths=ints([3, 1]),
         repetition=floats([1, 1]),
         presence=floats([0, 0]),
         frequency=floats([1, 1]),
     )
     made.count(ints([9, 5, 7]), inputs)
+    inputs = replace(inputs, penalty_lengths=ints([4, 2]), longest=4)
     result = process(torch.zeros(3, VOCAB), inputs, made)
     assert result[1, 5] == -3 and result[2, 7] == -1 and result[0].eq(0).all()
 
@@ -161,7 +168,7 @@ def test_edits_in_a_mixed_batch(asynchronous: bool) -> None:
     assert set(results[1].token_ids) <= {11, 12, 13}
     assert best not in results[2].token_ids
     said = list(results[3].token_ids)
-    assert plain[0] not in said and (plain[1], plain[2]) not in list(zip(said, said[1:], strict=False))
+    assert plain[0] not in said and (plain[1], plain[2]) not in itertools.pairwise(said)
     assert results[4].token_ids == (17,) * 12
 
 

@@ -54,25 +54,44 @@ static inline vf vmax(vf a, vf b) { return select((vi)(a > b), a, b); }
 static inline vf vmin(vf a, vf b) { return select((vi)(a < b), a, b); }
 
 static inline vi lane_index() {
-  vi x;
-  for (int i = 0; i < VW; ++i) x[i] = i;
-  return x;
+#if defined(__AVX512F__)
+  return vi{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif defined(__AVX2__)
+  return vi{0, 1, 2, 3, 4, 5, 6, 7};
+#else
+  return vi{0, 1, 2, 3};
+#endif
 }
 
-// Halves against halves: the order is the same whatever the vectors hold, so sums do not depend on their surroundings.
-static inline float sum_of(vf v) {
-  float x[VW];
-  store(x, v);
-  for (int half = VW / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) x[i] += x[i + half];
+#if defined(__clang__)
+#define CB_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define CB_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
+#endif
+
+// Folds a vector, halves against halves. The order is always the same, so a sum depends on nothing but its terms.
+template <class F>
+static inline float fold(vf x, const F& f) {
+#if defined(__AVX512F__)
+  x = f(x, CB_SHUFFLE(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15));
+  x = f(x, CB_SHUFFLE(x, x, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7));
+  x = f(x, CB_SHUFFLE(x, x, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3));
+  x = f(x, CB_SHUFFLE(x, x, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1));
+#elif defined(__AVX2__)
+  x = f(x, CB_SHUFFLE(x, x, 4, 5, 6, 7, 4, 5, 6, 7));
+  x = f(x, CB_SHUFFLE(x, x, 2, 3, 2, 3, 2, 3, 2, 3));
+  x = f(x, CB_SHUFFLE(x, x, 1, 1, 1, 1, 1, 1, 1, 1));
+#else
+  x = f(x, CB_SHUFFLE(x, x, 2, 3, 2, 3));
+  x = f(x, CB_SHUFFLE(x, x, 1, 1, 1, 1));
+#endif
   return x[0];
 }
-static inline float max_of(vf v) {
-  float x[VW];
-  store(x, v);
-  for (int half = VW / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
-  return x[0];
+static inline float sum_of(vf x) {
+  return fold(x, [](vf a, vf b) { return a + b; });
+}
+static inline float max_of(vf x) {
+  return fold(x, [](vf a, vf b) { return vmax(a, b); });
 }
 
 // e^x to about 2 ulp; 0 below -87 (so e^-inf = 0), at most e^88. Cephes' polynomial.
@@ -113,11 +132,6 @@ static inline vf gelu_tanh(vf x) {
 static inline vf relu(vf x) { return vmax(x, vf{}); }
 
 // Two vectors' lower (upper) halves, lane by lane in turn: a0 b0 a1 b1 …
-#if defined(__clang__)
-#define CB_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define CB_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
-#endif
 static inline vf zip_low(vf a, vf b) {
 #if defined(__AVX512F__)
   return CB_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
