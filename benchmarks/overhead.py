@@ -125,9 +125,8 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     rows: list[dict[str, float]] = []
-    print(
-        f"{'streams':>8} {'host ms/step':>13} {'host µs/token':>14} {'engine µs/token':>16} {'CPU µs/token':>13} {'wake-ups/step':>14}"
-    )
+    heads = ("streams", "host ms/step", "host µs/token", "engine µs/token", "CPU µs/token", "wake-ups/step")
+    print("{:>8} {:>13} {:>14} {:>16} {:>13} {:>14}".format(*heads))
     for streams in args.streams:
         row = {
             "streams": streams,

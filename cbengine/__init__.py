@@ -29,6 +29,7 @@ from cbengine.options import RequestArguments, RequestOptions
 from cbengine.outputs import Completion, FinishReason, RequestMetrics, RequestStatus, Token, Usage
 from cbengine.sampling import SamplingParams
 from cbengine.stream import StreamView, TokenStream
+from cbengine.text.structured_spec import StructuredSpec
 
 __all__ = [
     "AsyncEngine",
@@ -61,6 +62,7 @@ __all__ = [
     "StreamConsumedError",
     "StreamError",
     "StreamView",
+    "StructuredSpec",
     "Token",
     "TokenStream",
     "UnsupportedFeatureError",

@@ -73,10 +73,9 @@ class Desk:
             for stream in streams:
                 stream.cancel()
             raise
-        if parsed.text is not None:
+        if requests[0].prompt is None:
             numbers = [request.id for request in requests]
-            special = ask.add_special_tokens
-            self.prompts.tokenize_later(numbers, parsed.text, params, label, add_special_tokens=special)
+            self.prompts.prepare_later(numbers, parsed, params, label, add_special_tokens=ask.add_special_tokens)
         return streams[0] if params.n == 1 else ChoicesStream(streams, ask.index)
 
     def _request(
@@ -96,7 +95,7 @@ class Desk:
             seed=0,
             reader=StreamBuffer(port, label, 0 if parsed.ids is None else len(parsed.ids), now),
             arrival_time=now,
-            prompt=parsed.ids,
+            prompt=parsed.ids if params.structured is None else None,  # then it follows, with the grammar
             limit=parsed.limit,
             stop_ids=frozenset(params.stop_token_ids),
             edit=self.prompts.edit(params),

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 from cbengine.config import BACKPRESSURE, EngineConfig
 from cbengine.errors import InvalidRequestError
+from cbengine.text.structured_spec import StructuredSpec
 
 
 class RequestArguments(TypedDict, total=False):
@@ -35,6 +36,7 @@ class RequestArguments(TypedDict, total=False):
     bad_words: Sequence[str | Sequence[int]]
     allowed_token_ids: Sequence[int] | None
     n: int
+    structured: StructuredSpec | None
     logprobs: int | None
     prompt_logprobs: int | None
 

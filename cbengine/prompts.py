@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,8 @@ class PromptReader:
                 raise InvalidRequestError(
                     f"{name} has {beyond}, but the vocabulary ends at {self._spec.vocab_size - 1}"
                 )
+        if resolved.structured is not None:
+            self._check_structured()
         if resolved.stop and self._tokenizer is None:
             raise UnsupportedFeatureError(
                 "stop strings need text, and this engine has no tokenizer: use stop_token_ids, or make it with `tokenizer=`"
@@ -137,21 +140,57 @@ class PromptReader:
             ids = self._check_ids(prompt, label)
         return Parsed(len(ids), ids, self._limit(ids, params, label))
 
-    def tokenize_later(
-        self, numbers: Sequence[int], text: str, params: SamplingParams, label: str, *, add_special_tokens: bool
+    def prepare_later(
+        self,
+        numbers: Sequence[int],
+        parsed: Parsed,
+        params: SamplingParams,
+        label: str,
+        *,
+        add_special_tokens: bool,
     ) -> None:
-        """Tokenize a long text on the tokenizer thread; the engine thread hears of it by a `Tokenized` for each request."""
+        """Do what takes too long for an event loop on the tokenizer thread: a long text, a grammar.
+
+        The engine thread hears of it by a `Tokenized` for each request.
+        """
 
         def job() -> None:
             try:
-                ids = self._encode(text, label, add_special_tokens)
-                limit, failed = self._limit(ids, params, label), None
+                ids, limit = parsed.ids, parsed.limit
+                if ids is None:
+                    assert parsed.text is not None
+                    ids = self._encode(parsed.text, label, add_special_tokens)
+                    limit = self._limit(ids, params, label)
+                commands = [Tokenized(number, ids, limit, edit=self._constrained(params)) for number in numbers]
             except Exception as error:
-                ids, limit, failed = None, 0, error
-            for number in numbers:
-                self.worker.inbox.put(Tokenized(number, ids, limit, failed))
+                commands = [Tokenized(number, None, 0, error) for number in numbers]
+            for command in commands:
+                self.worker.inbox.put(command)
 
         self.worker.background.submit(job)
+
+    def _constrained(self, params: SamplingParams) -> LogitEdit | None:
+        """The edit of one answer with a grammar; None if it has none. Slow the first time."""
+        if params.structured is None:
+            return None
+        from cbengine.text.structured import compile_grammar
+        from cbengine.text.tokenize import TextTokenizer
+
+        assert isinstance(self._tokenizer, TextTokenizer)
+        spec = self._spec
+        grammar = compile_grammar(params.structured, self._tokenizer, spec.vocab_size, eos_token_ids=spec.eos_token_ids)
+        edit = self.edit(params) or LogitEdit(np.zeros(0, np.int32), np.zeros(0, np.float32))
+        edit.follow(grammar.start(), grammar.words)
+        return edit
+
+    def _check_structured(self) -> None:
+        """Refuse a grammar at once where there can be none."""
+        from cbengine.text.tokenize import TextTokenizer
+
+        if importlib.util.find_spec("llguidance") is None:
+            raise UnsupportedFeatureError("structured output needs llguidance: pip install 'cbengine[structured]'")
+        if not isinstance(self._tokenizer, TextTokenizer):
+            raise UnsupportedFeatureError("structured output needs the model's own tokenizer, and this engine has none")
 
     def _encode(self, text: str, label: str, add_special_tokens: bool) -> np.ndarray:
         assert self._tokenizer is not None

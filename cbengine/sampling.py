@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from cbengine.errors import InvalidRequestError
+from cbengine.text.structured_spec import StructuredSpec
 
 _MAX_SEED = 2**64 - 1
 # Numbers beyond these say no more than these do (no vocabulary, answer or temperature gets there), and are stored as
@@ -73,6 +74,9 @@ class SamplingParams:
     n: int = 1
     """Answers to the same prompt, at least 1. They share the prompt's pages, and each draws with a seed of its own, derived
     from `seed`; the first draws as it would alone. Source: the OpenAI API."""
+    structured: StructuredSpec | None = None
+    """What the text of the answer must be like: a JSON schema, a regular expression, one of several texts, or a grammar.
+    Needs the extra `cbengine[structured]`."""
     logprobs: int | None = None
     """Report the log probability of each token, and of this many likeliest ones at its place, from 0 to 20."""
     prompt_logprobs: int | None = None
@@ -112,6 +116,9 @@ class SamplingParams:
                 raise InvalidRequestError(
                     "allowed_token_ids is empty, so that no token could be drawn; None allows all"
                 )
+        structured: object = self.structured
+        if not isinstance(structured, (StructuredSpec, type(None))):
+            raise InvalidRequestError(f"structured must be a StructuredSpec or None, got {structured!r:.80}")
         put("n", _integer("n", self.n, low=1, high=MAX_CHOICES))
         for name in ("logprobs", "prompt_logprobs"):
             put(name, _integer(name, getattr(self, name), high=MAX_LOGPROBS, optional=True))

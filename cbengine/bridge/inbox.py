@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from cbengine.scheduling.edit import LogitEdit
 from cbengine.scheduling.request import Request
 
 
@@ -25,12 +26,13 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """The prompt of a request that was submitted as a long text, or why there is none."""
+    """What a request was submitted without, because it takes a while: its prompt, and its grammar; or why there is none."""
 
     request_id: int
     prompt: np.ndarray | None
     limit: int
     error: BaseException | None = None
+    edit: LogitEdit | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,8 @@ class Committer:
             assert request is not None
             try:
                 text, hit = self._text(request, token_id, end)
+                if request.edit is not None and request.edit.grammar is not None:
+                    hit |= request.edit.advance(token_id)
             except Exception as error:  # whatever a tokenizer does, only the request that it was made for fails
                 self._fail(request, error)
                 continue

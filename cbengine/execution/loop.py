@@ -174,6 +174,8 @@ class StepLoop:
             return
         assert command.prompt is not None
         request.prompt, request.limit = command.prompt, command.limit
+        if command.edit is not None:
+            request.edit = command.edit
         self.parts.registry.resize(request.id, len(command.prompt))
         self.parts.scheduler.add(request)
 

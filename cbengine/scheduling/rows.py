@@ -119,7 +119,7 @@ class RowTable:
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.edited[row] = request.edit is not None
-        self.lockstep[row] = request.edit is not None and bool(request.edit.words)
+        self.lockstep[row] = request.edit is not None and request.edit.lockstep
         self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self._assign_penalties(row, request)

@@ -66,10 +66,10 @@ async def _die(engine: AsyncEngine, model: FakeModel, gate: Gate, fault: str) ->
         streams = [engine.stream(prompt(5, n), max_new_tokens=NEW, ignore_eos=True) for n in range(2)]
         await gate.steps(5)
         assert len(await read_some(streams[0], 2)) == 2
-        streams += [engine.stream(prompt(50), max_new_tokens=NEW), engine.stream(prompt(9), max_new_tokens=NEW)]
-        streams += [engine.stream("x" * 5000, max_new_tokens=NEW)]
         await eventually(lambda: engine.stats().steps == gate.arrived + 1)
         # The engine thread stands still now: two steps are launched, and the first of them is at the gate.
+        streams += [engine.stream(prompt(50), max_new_tokens=NEW), engine.stream(prompt(9), max_new_tokens=NEW)]
+        streams += [engine.stream("x" * 5000, max_new_tokens=NEW)]
         FAULTS[fault][1](engine, model)
         streams += [engine.stream(prompt(8), max_new_tokens=NEW)]
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -71,7 +71,7 @@ class Gate:
         self._condition = threading.Condition()
         self._passes = 0
         self._open = False
-        self._arrived = 0
+        self._arrived = self._passed = 0
 
     def __call__(self, inputs: StepInputs) -> None:
         """On the compute thread."""
@@ -79,11 +79,17 @@ class Gate:
             self._arrived += 1
             self._condition.wait_for(lambda: self._open or self._passes > 0, timeout=60)
             self._passes -= 1
+            self._passed += 1
 
     @property
     def arrived(self) -> int:
         """Steps that have come to the gate so far, those that went through included."""
         return self._arrived
+
+    @property
+    def busy(self) -> bool:
+        """A step is waiting at the gate."""
+        return self._arrived > self._passed
 
     def let_pass(self, steps: int) -> None:
         """Let this many steps pass, now or when they come. Does not wait."""
@@ -105,15 +111,18 @@ class Gate:
 
     async def steps(self, count: int = 1) -> None:
         """Let `count` steps pass, one after the other, and wait until one more is at the gate each time."""
+        await self.someone_waits()
         for _ in range(count):
-            before = self._arrived
+            passed = self._passed
             self.let_pass(1)
-            with anyio.fail_after(10):
-                while self._arrived <= before:
-                    await anyio.sleep(0.0005)
+            await self._until(lambda passed=passed: self._passed > passed and self.busy)
 
     async def someone_waits(self) -> None:
         """Wait until a step is at the gate."""
+        await self._until(lambda: self.busy)
+
+    @staticmethod
+    async def _until(condition: Callable[[], bool]) -> None:
         with anyio.fail_after(10):
-            while not self._arrived:
+            while not condition():
                 await anyio.sleep(0.0005)

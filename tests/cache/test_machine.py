@@ -360,7 +360,7 @@ class UnevenMachine(CacheMachine):
 
 for machine in (CacheMachine, CollidingMachine, SlidingMachine, HybridMachine, UnevenMachine):
     machine.TestCase.settings = settings(
-        max_examples=300, stateful_step_count=60, deadline=None, phases=(Phase.reuse, Phase.generate)
+        max_examples=80, stateful_step_count=60, deadline=None, phases=(Phase.reuse, Phase.generate)
     )
 
 TestFull = CacheMachine.TestCase

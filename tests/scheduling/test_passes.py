@@ -125,6 +125,22 @@ def test_nothing_is_planned_past_a_length(policy: type[PassScheduler]) -> None:
 # --- budgets -------------------------------------------------------------------------------------------------------
 
 
+def _hold_to_budgets(desk: Desk) -> None:
+    """Look at every plan as it is made."""
+    make, budgets = desk.scheduler.plan, desk.budgets
+
+    def plan() -> StepPlan:
+        plan = make()
+        assert plan.num_tokens <= budgets.tokens
+        assert plan.num_seqs <= budgets.requests
+        assert len(desk.running) <= budgets.requests
+        assert int(desk.cache.lengths[plan.rows].sum()) <= budgets.pages_read
+        assert all(chunk.count >= 1 for chunk in plan.chunks)
+        return plan
+
+    desk.scheduler.plan = plan
+
+
 @settings(max_examples=80)
 @given(
     policy=st.sampled_from([FifoScheduler, PrefillFirstScheduler]),
@@ -159,34 +175,12 @@ def test_no_step_is_over_a_budget(
         depth=depth,
     )
 
-    def check(plan: StepPlan) -> None:
-        assert plan.num_tokens <= desk.budgets.tokens
-        assert plan.num_seqs <= desk.budgets.requests
-        assert len(desk.running) <= desk.budgets.requests
-        for chunk in plan.chunks:
-            assert chunk.count >= 1
-
-    def check_launched(plan: StepPlan) -> None:
-        check(plan)
-        # Read before anything is given back: the pages of the rows of this step.
-        pages = sum(pages_of[row] for row in plan.rows.tolist())
-        assert pages <= desk.budgets.pages_read
-
-    pages_of: dict[int, int] = {}
-    planner = desk.scheduler.plan
-
-    def plan_and_look() -> StepPlan:
-        plan = planner()
-        pages_of.clear()
-        pages_of.update({row: int(desk.cache.lengths[row]) for row in plan.rows.tolist()})
-        return plan
-
-    desk.scheduler.plan = plan_and_look
+    _hold_to_budgets(desk)
     for (prompt_len, new), gap in zip(sizes, gaps, strict=False):
         desk.add(prompt_len, new)
         for _ in range(gap):
-            check_launched(desk.turn())
-    desk.run(check_launched)
+            desk.turn()
+    desk.run()
     assert {request.status for request in desk.requests} == {RequestStatus.FINISHED}
     desk.check_idle()
 

@@ -52,11 +52,13 @@ def walk(name: str, spec: StructuredSpec, seed: int, limit: int = 120) -> Walk:
     rng, tokenizer = random.Random(seed), tokenizer_of(name)
     grammar = compiled(name, spec)
     state, ids = grammar.start(), []
+    mask = np.zeros(grammar.words, np.int32)
     while len(ids) < limit and not state.finished:
-        choices = allowed(state, grammar)
-        assert max(choices) < tokenizer.vocab_size
-        ends = [i for i in choices if i in enders(name) or i == tokenizer.eos_token_id]
-        token_id = rng.choice(ends if ends and rng.random() < 0.4 else choices)
+        state.fill_mask(mask)
+        choices = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        assert choices[-1] < tokenizer.vocab_size
+        ends = np.intersect1d(choices, (*enders(name), tokenizer.eos_token_id))
+        token_id = int(rng.choice(ends if len(ends) and rng.random() < 0.4 else choices))
         state.accept(token_id)
         if token_id == tokenizer.eos_token_id:
             assert state.finished

@@ -64,27 +64,27 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+@pytest.mark.parametrize(("name", "seeds"), [("smollm2", 12), ("gemma3", 4)])
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_random_answers_are_valid_under_the_schema(name: str, schema: str) -> None:
+def test_random_answers_are_valid_under_the_schema(name: str, seeds: int, schema: str) -> None:
     complete = 0
-    for seed in range(12):
+    for seed in range(seeds):
         answer = walk(name, StructuredSpec(json_schema=SCHEMAS[schema]), seed)
         if answer.complete:
             jsonschema.validate(json.loads(answer.text), SCHEMAS[schema])
             complete += 1
         else:
             assert answer.text.startswith(("{", "["))
-    assert complete >= 8
+    assert complete > seeds // 2
 
 
-@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
-def test_random_answers_match_whatever_was_asked_for(name: str) -> None:
+@pytest.mark.parametrize(("name", "seeds"), [("smollm2", 12), ("gemma3", 5)])
+def test_random_answers_match_whatever_was_asked_for(name: str, seeds: int) -> None:
     pattern = r"(?:[a-cé日]{2,4}-)+\d+(?:\.[0-9]{2})?"
     choice = ["yes", "no", "yes and no", 'é"\\\n', "👩‍👩", "<|im_end|>", "<end_of_turn>"]
     sums = 'start: sum\nsum: NUMBER | "(" sum ("+" | "*") sum ")"\nNUMBER: /[1-9][0-9]{0,2}/'
     seen = set()
-    for seed in range(12):
+    for seed in range(seeds):
         answer = walk(name, StructuredSpec(regex=pattern), seed)
         assert not answer.complete or re.fullmatch(pattern, answer.text)
         answer = walk(name, StructuredSpec(choice=choice), seed)
@@ -94,7 +94,7 @@ def test_random_answers_match_whatever_was_asked_for(name: str) -> None:
         assert not answer.complete or eval(answer.text) > 0
         answer = walk(name, StructuredSpec(json_object=True), seed)
         assert not answer.complete or isinstance(json.loads(answer.text), dict)
-    assert len(seen) >= 4
+    assert len(seen) >= 3
 
 
 def test_an_answer_that_is_cut_off_can_be_completed() -> None:
@@ -190,7 +190,7 @@ def test_a_logits_narrower_than_the_tokenizer() -> None:
     grammar = compile_grammar(spec, tokenizer_of("smollm2"), 1000)
     assert grammar.words == 32
     ids = allowed(grammar.start(), grammar)
-    assert 30 < len(ids) and max(ids) < 1000
+    assert len(ids) > 30 and max(ids) < 1000
     every = compile_grammar(spec, tokenizer_of("smollm2"), 49152)
     assert ids == [i for i in allowed(every.start(), every) if i < 1000]
 
@@ -258,7 +258,8 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
     ({"json_schema": {"$ref": "https://example.org/other"}}, "not present"),
     ({"json_schema": {"$ref": "#"}}, "contains itself"),
-    ({"json_schema": {"type": "string", "pattern": "\ud800"}}, "surrogate"),
+    ({"json_schema": {"type": "string", "pattern": "\ud800"}}, "not JSON"),
+    ({"regex": "\ud800"}, "surrogate"),
     ({"regex": "[a-z"}, "regex parse error"),
     ({"regex": "(?=a)b"}, "look-around"),
     ({"grammar": "start: b"}, "unknown name"),
@@ -270,9 +271,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
 def test_what_cannot_be_fulfilled_is_refused_with_the_reason(fields: dict[str, Any], reason: str) -> None:
     spec = StructuredSpec(**fields)
     for _ in range(2):  # a failure is not remembered as a success
-        with pytest.raises(
-            InvalidRequestError, match=rf"^the {spec.kind} of structured output cannot be used: (?s:.*){reason}"
-        ):
+        with pytest.raises(InvalidRequestError, match=rf"^the {spec.kind} of structured output .*: (?s:.*){reason}"):
             compiled("smollm2", spec)
 
 
@@ -394,27 +393,22 @@ def test_answers_of_one_grammar_do_not_disturb_each_other() -> None:
 
 
 def test_a_grammar_beyond_the_librarys_limits_fails_alone_and_is_made_anew() -> None:
-    # Each of the many rules may begin at each character: too many possibilities for one step.
-    rules = [f'r{i}: /[a-z]{{{i + 1}}}/ "!"? start?' for i in range(400)]
-    lark = "start: " + " | ".join(f"r{i}" for i in range(400)) + "\n" + "\n".join(rules)
-    spec = StructuredSpec(grammar=lark)
+    # Whether a character some way back was this or that: the lexer needs a state for each of the many pasts.
+    spec = StructuredSpec(regex="(.*a.{60}b|.*b.{50}c|.*c.{40}a)z")
     grammar, other = compiled("smollm2", spec), compiled("smollm2", StructuredSpec(regex="[a-z]+"))
-    state, fine, filler = grammar.start(), other.start(), MaskFiller()
-    a = tokenizer_of("smollm2").encode("a")[0]
+    state, fine, filler, rng = grammar.start(), other.start(), MaskFiller(), random.Random(0)
+    letters = [tokenizer_of("smollm2").encode(letter)[0] for letter in "abc"]
     out = np.zeros((2, grammar.words), np.int32)
-    failed: list[tuple[int, RequestFailedError]] = []
-    for _ in range(60):
-        failed = filler.fill([(0, state), (1, fine)], out)
-        if failed:
-            break
-        state.accept(a)
-        fine.accept(a)
+    while not (failed := filler.fill([(0, state), (1, fine)], out)):
+        token_id = rng.choice(letters)
+        state.accept(token_id)
+        fine.accept(token_id)
     assert [row for row, _ in failed] == [0]
     assert "cannot go on" in str(failed[0][1])
     assert ids_of(out[0]) == [2] and len(ids_of(out[1])) > 1000
     assert not state.finished and isinstance(state.error, RequestFailedError)
     with pytest.raises(RequestFailedError, match="cannot go on"):
-        state.accept(a)
+        state.accept(letters[0])
     with pytest.raises(RequestFailedError, match="cannot go on"):
         state.fill_mask(out[0])
     again = compiled("smollm2", spec)

@@ -143,21 +143,9 @@ class Block {
     if (end > 0) find(task.later, begin / KEYS * KEYS, begin, end, s.next);
   }
 
-  // Asks for the next lines of the next block.
-  int64_t fetched = 0, fetch_end = 0, fetch_offset = 0;
-  void fetch(int lines) {
-    for (; lines && fetched < fetch_end; --lines, ++fetched) {
-      const int64_t row = fetched / line_count, line = fetched % line_count;
-      const float* p = row < KEYS ? s.next.key[row] : s.next.value[row - KEYS];
-      __builtin_prefetch(p + fetch_offset + line * 16, 0, 2);
-    }
-  }
-  int64_t line_count = op.dim / 16;
-
   // Transposes keys [from, to) of the present block.
   void load_keys(int from, int to, int64_t head) {
     const int64_t offset = head * op.pages.head_stride;
-    fetched = 0; fetch_end = 2 * KEYS * line_count; fetch_offset = offset;
     for (int j = from / VW * VW; j < to; j += VW) transpose_keys(j, offset);
     if (op.dim % NR)
       for (int j = from; j < to; ++j) {
@@ -176,8 +164,8 @@ class Block {
 #pragma GCC unroll 16
       for (int i = 0; i < VW; ++i) {
         x[i] = load(row[i] + offset + d);
+        if (d % 16 == 0) __builtin_prefetch(s.next.key[j + i] + offset + d, 0, 2);
       }
-      fetch(12);
       transpose(x);
 #pragma GCC unroll 16
       for (int i = 0; i < VW; ++i) store(panel + (d + i) * NR, x[i]);
@@ -192,17 +180,13 @@ class Block {
     const int64_t row = head * rows + in_head;
     const float* query = s.query + row * op.dim;
     with_rows(count, [&](auto mr) {
-      for (int p = first; p < last; ++p) {
-        fetch(40);
+      for (int p = first; p < last; ++p)
         tile_product<F32, mr.value, 1>(query, op.dim, s.panels + p * NR * op.dim, 0, op.dim, false, s.scores + p * NR, KEYS);
-      }
     });
     float change[(MRMAX + VW - 1) / VW * VW] = {}, sums[MRMAX];
-    for (int m = 0; m < count; ++m) {
-      fetch(40);
+    for (int m = 0; m < count; ++m)
       change[m] = soften(base, first * NV, last * NV, from, to, position + (in_head + m) / group, s.best + row + m,
                          s.scores + m * KEYS, sums + m);
-    }
     for (int m = 0; m < count; m += VW) store(change + m, vexp(load(change + m)));
     for (int m = 0; m < count; ++m) s.total[row + m] = s.total[row + m] * change[m] + sums[m];
     // No row sees keys past its own, so none is read that the last row does not see.
@@ -213,11 +197,8 @@ class Block {
     const int64_t offset = copied ? 0 : (task.head + head) * op.pages.head_stride;
     with_rows(count, [&](auto mr) {
       for (int64_t d = 0; d < op.dim; d += NR)
-        {
-        fetch(40);
-        weighted_rows<mr.value>(s.scores + from, KEYS, value + from, offset + d, to - from, change,
+        weighted_rows<mr.value>(s.scores + from, KEYS, value + from, s.next.value + from, offset + d, to - from, change,
                                 s.out + row * padded(op.dim) + d, padded(op.dim));
-      }
     });
   }
 
