@@ -77,7 +77,9 @@ def match_cost(length: int) -> tuple[float, float]:
     assert len(cache.match(Chain(), known).nodes) == (length - 1) // PAGE
     chain = Chain()
     cache.match(chain, known)
-    return median_us(lambda: cache.match(Chain(), known), 20) / 1e3, median_us(lambda: cache.match(chain, known), 20) / 1e3
+    return median_us(lambda: cache.match(Chain(), known), 20) / 1e3, median_us(
+        lambda: cache.match(chain, known), 20
+    ) / 1e3
 
 
 def swap_seconds(geometry: CacheGeometry, tokens: int) -> float:

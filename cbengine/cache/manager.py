@@ -67,7 +67,9 @@ class CacheManager:
         self.capacity_tokens = longest_alone(geometry, self._pool.capacity, max_len)
         """Longest sequence that fits when it has the cache to itself (looked for up to `max_len`)."""
         width = max(1, geometry.blocks_for(min(max_len, self.capacity_tokens)))
-        self._groups = [_allocator(g, b, rows, width, geometry) for g, b in zip(geometry.groups, self._blocks)]
+        self._groups = [
+            _allocator(g, b, rows, width, geometry) for g, b in zip(geometry.groups, self._blocks, strict=True)
+        ]
         self._sliding = [g for g in self._groups if isinstance(g, SlidingAttentionCacheAllocator)]
         self.ready = np.zeros(rows, np.int64)
         """[rows] tokens that each row has pages for, in every group."""

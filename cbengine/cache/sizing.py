@@ -19,7 +19,7 @@ _CPU_BATCH_TOKENS, _CPU_REQUESTS = 512, 256
 _BATCH_TOKENS, _REQUESTS = 8192, 1024
 _MASK_ROWS = 256
 _SLOT_WORDS = 14  # of each request: lengths, rows and sampling parameters
-_ROW_BYTES = 160  # of each row, beside its tokens and its block table
+_ROW_BYTES = 130  # of each row, beside its tokens and its block table
 
 
 @dataclass(frozen=True, slots=True)

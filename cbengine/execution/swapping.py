@@ -9,7 +9,7 @@ A copy to the device needs to wait for nothing: it fills blocks that were free, 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from cbengine.cache.geometry import CacheGeometry, block_views
 from cbengine.cache.manager import block_tag
 from cbengine.cache.swap import Pairs, SwapCosts
-from cbengine.devices.base import Device, Event
+from cbengine.devices.base import Device, DeviceLostError, Event
 
 Moves = Sequence[tuple[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]]]
 """Block views (to, from), and the blocks of each."""
@@ -77,24 +77,39 @@ class BlockMover:
         self._costs = costs
 
     def to_host(self, pairs: Pairs) -> BlockTransfer:
-        steps = self._device.event("steps_before_swap")
-        self._device.record(steps, self._compute)
-        self._device.wait(self._transfer, steps)
         moves = [
             (host, device, host_blocks, blocks)
             for host, device, (blocks, host_blocks) in zip(self._host_views, self._views, pairs, strict=True)
         ]
-        return self._queue(moves, "swap out", reads=self._tags(pairs, "", 0), writes=self._tags(pairs, "host ", 1))
+        reads, writes = self._tags(pairs, "", 0), self._tags(pairs, "host ", 1)
+        return self._twice(lambda: self._queue(moves, "swap out", reads, writes, after_steps=True))
 
     def to_device(self, pairs: Pairs) -> BlockTransfer:
         moves = [
             (device, host, blocks, host_blocks)
             for host, device, (blocks, host_blocks) in zip(self._host_views, self._views, pairs, strict=True)
         ]
-        return self._queue(moves, "swap in", reads=self._tags(pairs, "host ", 1), writes=self._tags(pairs, "", 0))
+        reads, writes = self._tags(pairs, "host ", 1), self._tags(pairs, "", 0)
+        return self._twice(lambda: self._queue(moves, "swap in", reads, writes))
 
-    def _queue(self, moves: Moves, name: str, reads: list[Hashable], writes: list[Hashable]) -> BlockTransfer:
+    def _twice(self, queue: Callable[[], BlockTransfer]) -> BlockTransfer:
+        """What could not be queued is tried once more, when nothing of it can be under way."""
+        try:
+            return queue()
+        except DeviceLostError:
+            raise
+        except Exception:
+            self._device.synchronize()
+            return queue()
+
+    def _queue(
+        self, moves: Moves, name: str, reads: list[Hashable], writes: list[Hashable], *, after_steps: bool = False
+    ) -> BlockTransfer:
         device = self._device
+        if after_steps:
+            steps = device.event("steps_before_swap")
+            device.record(steps, self._compute)
+            device.wait(self._transfer, steps)
         num_bytes = sum(len(move[2]) * size for move, size in zip(moves, self._sizes, strict=True))
         transfer = BlockTransfer(device.event("swapped"), num_bytes, self._costs)
         blocking = device.torch_device.type == "cpu"

@@ -78,6 +78,11 @@ class RowTable:
         return self.capacity
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in vars(self).values() if isinstance(array, np.ndarray))
+
+    @property
     def num_free(self) -> int:
         return len(self._free)
 

@@ -53,7 +53,9 @@ def churn(driver: Driver, seed: int, *, chats: int = 5) -> None:
     raise AssertionError("the workload does not come to an end")
 
 
-def _ask(driver: Driver, rng: random.Random, tokens: list[int], turns: int, talking: list[tuple[Driven, list[int], int]]) -> None:
+def _ask(
+    driver: Driver, rng: random.Random, tokens: list[int], turns: int, talking: list[tuple[Driven, list[int], int]]
+) -> None:
     prompt = [*tokens, *(rng.randrange(2, 31) for _ in range(rng.randint(1, 4)))]
     driven = driver.submit(prompt, max_new_tokens=rng.randint(1, 5), ignore_eos=rng.random() < 0.5)
     talking.append((driven, prompt, turns))

@@ -20,9 +20,7 @@ def family(driver: Driver, prompt: list[int], size: int, new: int) -> list[Drive
         alone = make_driver(SimDevice(0, memory=MEMORY), *_windows(driver), num_blocks=60)
         expected = alone.submit(prompt, expected=(), max_new_tokens=new, ignore_eos=True, **sampled)
         alone.run()
-        sibling = driver.submit(
-            prompt, expected=expected.buffer.ids, max_new_tokens=new, ignore_eos=True, **sampled
-        )
+        sibling = driver.submit(prompt, expected=expected.buffer.ids, max_new_tokens=new, ignore_eos=True, **sampled)
         sibling.request.parent = first.request
         siblings.append(sibling)
     return siblings
@@ -49,7 +47,9 @@ def test_siblings_compute_the_prompt_once(layers: str, length: int) -> None:
         assert all(s.request.cached_tokens == length - 1 for s in siblings[1:])
 
 
-@pytest.mark.parametrize("settings", [{}, {"cpu_offload_space": 0.001, "preemption": "swap"}], ids=["recompute", "swap"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"cpu_offload_space": 0.001, "preemption": "swap"}], ids=["recompute", "swap"]
+)
 @pytest.mark.parametrize("layers", LAYERS)
 def test_siblings_survive_preemption_and_the_end_of_the_first(layers: str, settings: dict[str, object]) -> None:
     preempted = 0

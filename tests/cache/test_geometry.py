@@ -1,137 +1,135 @@
-"""How the cache is cut up, and that no two layers ever touch the same bytes."""
+"""How the pool is cut, what the cache refuses, and how much it takes."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import pytest
 import torch
 
-from cbengine.cache.geometry import RESERVED_CHUNKS, CacheGeometry, layer_views
-from cbengine.errors import UnsupportedFeatureError
+from cbengine import EngineConfig, UnsupportedFeatureError
+from cbengine.cache.geometry import RESERVED_CHUNKS, CacheGeometry, block_views, group_of_layers, layer_views
+from cbengine.cache.manager import longest_alone
 from cbengine.models.base import LayerSpec, ModelSpec
-from cbengine.testing import FakeModel
-
-FULL = LayerSpec("full_attention", 2, 8)
-SLIDING = LayerSpec("sliding_attention", 2, 8, window=10)
-
-# Layers and dtype: one layer, several, 16-bit, an odd layout, and hybrids whose two groups tile the same bytes.
-LAYOUTS: dict[str, tuple[tuple[LayerSpec, ...], torch.dtype]] = {
-    "one layer": ((FULL,), torch.float32),
-    "three layers": ((FULL,) * 3, torch.float32),
-    "bfloat16": ((FULL,) * 2, torch.bfloat16),
-    "odd": ((LayerSpec("full_attention", 3, 5),) * 3, torch.float32),
-    "hybrid": ((SLIDING, FULL, SLIDING, SLIDING, FULL), torch.float32),
-    "windows alone": ((SLIDING,) * 2, torch.float32),
-}
-layouts = pytest.mark.parametrize("layout", list(LAYOUTS))
+from cbengine.testing import FakeModel, SimDevice
+from tests.cache.churn import MEMORY, make_driver
 
 
-def make_spec(layers: tuple[LayerSpec, ...], dtype: torch.dtype = torch.float32) -> ModelSpec:
-    return dataclasses.replace(FakeModel().spec, layers=layers, kv_dtype=dtype)
+def spec(*layers: LayerSpec) -> ModelSpec:
+    return ModelSpec("probe", layers, 2, 8, 16, 50, 64, torch.float32, 0, (), {})
 
 
-def _geometry(layout: str, page_size: int = 4) -> CacheGeometry:
-    return CacheGeometry.of(make_spec(*LAYOUTS[layout]), page_size)
+def full(heads: int = 1, window: int | None = None) -> LayerSpec:
+    return LayerSpec("full_attention", heads, 2, window)
 
 
-def test_the_bytes_of_a_page_and_of_a_block() -> None:
-    """A page holds K and V of `page_size` tokens of one layer, a block one page for each layer."""
-    layers = (LayerSpec("full_attention", 3, 64),) * 30  # SmolLM2-135M
-    geometry = CacheGeometry.of(make_spec(layers), 256)
-    page = 2 * 256 * 3 * 64 * 4
-    assert geometry.block_bytes == geometry.chunk_bytes == 30 * page
-    assert CacheGeometry.of(make_spec(layers, torch.bfloat16), 256).block_bytes == 15 * page
-
-
-@layouts
-def test_whole_blocks_of_every_group_tile_a_chunk(layout: str) -> None:
-    geometry = _geometry(layout)
-    sizes = [group.block_bytes(geometry.page_size, geometry.dtype.itemsize) for group in geometry.groups]
-    assert all(geometry.chunk_bytes % size == 0 for size in sizes)
-    assert geometry.block_bytes == sum(sizes)
-    layers = sorted(layer for group in geometry.groups for layer in group.layers)
-    assert layers == list(range(len(LAYOUTS[layout][0])))
-
-
-def test_the_pages_of_a_sequence() -> None:
-    geometry = _geometry("one layer", page_size=16)
-    assert [geometry.blocks_for(n) for n in (0, 1, 15, 16, 17, 32, 33)] == [0, 1, 1, 1, 2, 2, 3]
-
-
-@layouts
-def test_views_have_a_page_for_each_block(layout: str) -> None:
-    geometry, chunks = _geometry(layout), 5
-    pool = torch.zeros(chunks * geometry.chunk_bytes, dtype=torch.uint8)
-    for layer, (spec, views) in enumerate(zip(LAYOUTS[layout][0], layer_views(pool, geometry), strict=True)):
-        (group,) = (group for group in geometry.groups if layer in group.layers)
-        blocks = len(pool) // group.block_bytes(geometry.page_size, geometry.dtype.itemsize)
-        for view in views:
-            assert view.shape == (blocks, geometry.page_size, spec.num_kv_heads, spec.head_dim)
-            assert view.dtype == geometry.dtype and view.stride()[2:] == (spec.head_dim, 1)
-            assert view.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr()
-
-
-@layouts
-def test_the_views_of_a_group_do_not_overlap_and_leave_nothing_out(layout: str) -> None:
-    """Write distinct values everywhere, then read everything back."""
-    geometry = _geometry(layout)
-    pool = torch.zeros(3 * geometry.chunk_bytes, dtype=torch.uint8)
-    every = layer_views(pool, geometry)
-    for group in geometry.groups:
-        pool.zero_()
-        views = [view for layer in group.layers for view in every[layer]]
-        for number, view in enumerate(views, 1):
-            view.copy_(_values(number, view))
-        for number, view in enumerate(views, 1):
-            assert torch.equal(view, _values(number, view))
-        assert (pool.view(geometry.dtype) != 0).all()
-
-
-def _values(number: int, view: torch.Tensor) -> torch.Tensor:
-    """Numbers that differ between views and, where the dtype has room for it, between entries; never 0."""
-    if view.dtype == torch.bfloat16:
-        return torch.full(view.shape, float(number), dtype=view.dtype)
-    return (torch.arange(view.numel()) * 64 + number).to(view.dtype).view(view.shape)
-
-
-def test_groups_share_bytes_only_where_their_blocks_share_a_chunk() -> None:
-    geometry = _geometry("hybrid")
-    pool = torch.zeros(6 * geometry.chunk_bytes, dtype=torch.uint8)
-    views = layer_views(pool, geometry)
-    for group in geometry.groups:
-        per_chunk = geometry.chunk_bytes // group.block_bytes(geometry.page_size, geometry.dtype.itemsize)
-        pool.zero_()
-        for layer in group.layers:
-            for view in views[layer]:
-                view[3 * per_chunk : 4 * per_chunk] = 1.0  # the blocks of chunk 3
-        written = pool.view(6, -1).any(1).tolist()
-        assert written == [False, False, False, True, False, False]
-
-
-def test_reserved_blocks_are_the_first_of_every_group() -> None:
-    """Block 0 is what padding reads, block 1 where it writes: both lie in chunks that are never handed out."""
-    for layout in LAYOUTS:
-        geometry = _geometry(layout)
-        for group in geometry.groups:
-            size = group.block_bytes(geometry.page_size, geometry.dtype.itemsize)
-            assert 2 * size <= RESERVED_CHUNKS * geometry.chunk_bytes
-
-
-@pytest.mark.parametrize("page_size", [3, 1, 0, -4])
-def test_a_page_has_at_least_four_tokens(page_size: int) -> None:
-    with pytest.raises(ValueError, match=f"page_size must be at least 4, got {page_size}"):
-        CacheGeometry.of(FakeModel().spec, page_size)
+def sliding(window: int | None, heads: int = 1) -> LayerSpec:
+    return LayerSpec("sliding_attention", heads, 2, window)
 
 
 @pytest.mark.parametrize(
-    ("layers", "message"),
+    ("layers", "said"),
     [
-        ((FULL, LayerSpec("linear_attention", 2, 8)), "fake has layers of type .*linear_attention"),
-        ((FULL, LayerSpec("full_attention", 4, 8)), r"different KV heads .*\(2, 8\), \(4, 8\)"),
-        ((FULL, LayerSpec("full_attention", 2, 16)), r"different KV heads .*\(2, 8\), \(2, 16\)"),
+        ((full(), LayerSpec("chunked_attention", 1, 2)), "chunked_attention"),
+        ((full(), LayerSpec("linear_attention", 1, 2)), "linear_attention"),
+        ((full(1), full(2)), "different KV heads"),
+        ((full(), sliding(4, heads=2)), "different KV heads"),
+        ((sliding(4), sliding(8)), "windows"),
+        ((sliding(None), full()), "windows"),
+        ((full(window=8),), "with a window"),
     ],
 )
-def test_what_the_cache_cannot_serve_is_refused(layers: tuple[LayerSpec, ...], message: str) -> None:
-    with pytest.raises(UnsupportedFeatureError, match=message):
-        CacheGeometry.of(make_spec(layers), 16)
+def test_what_is_refused_is_named(layers: tuple[LayerSpec, ...], said: str) -> None:
+    with pytest.raises(UnsupportedFeatureError, match=said) as raised:
+        CacheGeometry.of(spec(*layers), 16)
+    assert "probe" in str(raised.value) and ("supported" in str(raised.value) or "serves" in str(raised.value))
+
+
+def test_pages_under_four_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 4, got 3"):
+        CacheGeometry.of(spec(full()), 3)
+    with pytest.raises(ValueError, match="page_size"):
+        EngineConfig(page_size=3)
+
+
+def test_blocks_of_both_types_tile_a_chunk() -> None:
+    layers = (full(), sliding(8), sliding(8), sliding(8), full())
+    geometry = CacheGeometry.of(spec(*layers), 4)
+    page = 2 * 4 * 2 * 4
+    assert geometry.group_block_bytes == (2 * page, 3 * page) and geometry.chunk_bytes == 6 * page
+    assert geometry.blocks_per_chunk == (3, 2) and group_of_layers(layers) == (0, 1, 1, 1, 0)
+    pool = torch.zeros(5 * geometry.chunk_bytes, dtype=torch.uint8)
+    views = layer_views(pool, geometry)
+    for layer, (key, value) in enumerate(views):
+        assert key.shape == value.shape == ((15, 10)[group_of_layers(layers)[layer]], 4, 1, 2)
+    # Every byte of a group's blocks belongs to exactly one layer's K or V.
+    for group in (0, 1):
+        pool.zero_()
+        for layer, views_of_layer in enumerate(views):
+            if group_of_layers(layers)[layer] == group:
+                for part in views_of_layer:
+                    part += 1
+        assert (pool.view(torch.float32) == 1).all()
+    assert [view.shape for view in block_views(pool, geometry)] == [(15, 2 * page), (10, 3 * page)]
+
+
+def test_the_longest_sequence_is_what_fits_alone() -> None:
+    plain = CacheGeometry.of(spec(full(), full()), 4)
+    assert longest_alone(plain, 10, 64) == 40
+    window = CacheGeometry.of(spec(sliding(8)), 4)
+    assert longest_alone(window, 4, 1000) == 1000  # four pages hold a window wherever it lies
+    assert longest_alone(window, 2, 1000) == 8
+    mixed = CacheGeometry.of(spec(full(), sliding(8), sliding(8), sliding(8)), 4)
+    assert longest_alone(mixed, 10, 1000) == (10 - 4) * 3 * 4
+
+
+def test_a_window_keeps_its_size_however_long_the_sequence() -> None:
+    """Pure sliding: the same few pages for 400 tokens as for 40. Prefilled in pieces, then decoded."""
+    driver = make_driver(SimDevice(1, memory=MEMORY), 9, 9, num_blocks=8, max_batch_tokens=6)
+    driver.submit([2 + i % 20 for i in range(150)], max_new_tokens=250, ignore_eos=True)
+    most = 0
+    while driver.turn():
+        most = max(most, driver.parts.cache.usage().used)
+    driver.check()
+    assert 3 <= most <= -(-(9 + 2 * 6) // 4) + 1
+
+
+def test_a_hybrid_takes_the_pages_that_its_geometry_predicts() -> None:
+    windows = (None, 40, 40, 40)
+    model = FakeModel(windows=windows, max_model_len=5000)
+    driver = make_driver(SimDevice(1, memory=MEMORY), *windows, num_blocks=200)
+    assert driver.model.spec.max_model_len < model.spec.max_model_len
+    driver.submit([2 + i % 20 for i in range(490)], max_new_tokens=10, ignore_eos=True)
+    seen = []
+    while driver.turn():
+        for row in range(driver.parts.rows.capacity):
+            if driver.parts.rows.requests[row] is not None and driver.parts.rows.known[row] > 492:
+                seen.append(driver.parts.cache.held(row))
+    driver.check()
+    assert seen and all(held[0] in (124, 125) and held[1] <= 40 // 4 + 2 for held in seen)
+
+
+def test_a_model_that_slides_has_no_prefix_cache_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "cbengine"):
+        assert make_driver(SimDevice(0, memory=MEMORY), None, 8).parts.cache.sharing is None
+    assert "no prefix cache" in caplog.text and "sliding window" in caplog.text
+    assert make_driver(SimDevice(0, memory=MEMORY)).parts.cache.sharing is not None
+    assert make_driver(SimDevice(0, memory=MEMORY), allow_block_sharing=False).parts.cache.sharing is None
+
+
+@pytest.mark.parametrize("windows", [(None, None), (8, 8), (None, 8, 8, 8)])
+@pytest.mark.parametrize("space", [0.0, 0.01])
+def test_the_plan_is_what_is_allocated(windows: tuple[int | None, ...], space: float) -> None:
+    driver = make_driver(
+        SimDevice(0, memory=MEMORY),
+        *windows,
+        num_blocks=500,
+        max_batch_tokens=256,
+        max_requests_per_batch=64,
+        cpu_offload_space=space,
+    )
+    plan, parts, pool = driver.built.memory, driver.parts, driver.built.pool
+    assert plan.kv_bytes == pool.nbytes and pool.nbytes % RESERVED_CHUNKS == 0
+    assert plan.slot_bytes == pytest.approx(parts.pipeline.nbytes, rel=0.05)
+    assert plan.bookkeeping_bytes == pytest.approx(parts.rows.nbytes + parts.cache.nbytes, rel=0.05)
+    swap = parts.cache.swap
+    assert plan.offload_bytes == (0 if swap is None else swap.num_chunks * swap.geometry.chunk_bytes)
+    assert bool(swap) == bool(space)

@@ -102,7 +102,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.flight: deque[Step] = deque()
         self.launched = self.committed = 0
         self.returning: list[tuple[int, Work | Dropped]] = []
-        self.device: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}  # block -> {offset: (position, prefix hash)}
+        self.device: dict[
+            tuple[int, int], dict[int, tuple[int, ...]]
+        ] = {}  # block -> {offset: (position, prefix hash)}
         self.host: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
         self.step = Step(1)
 

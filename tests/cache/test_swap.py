@@ -128,7 +128,10 @@ def _on_a_stream_of_their_own(patch: pytest.MonkeyPatch, dropped: set[tuple[str,
 HAZARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch, set[tuple[str, str]]], None], str]] = {
     "the copy does not wait for the steps": (_no_wait_for_the_steps, "swap out on transfer"),
     "the steps do not wait for the copy": (_steps_do_not_wait, "transfer and step"),
-    "pages are handed out before they are copied": (_pages_return_before_they_are_copied, "swap out on transfer and the host"),
+    "pages are handed out before they are copied": (
+        _pages_return_before_they_are_copied,
+        "swap out on transfer and the host",
+    ),
     "the copies are on a stream that nobody waits for": (_on_a_stream_of_their_own, "on swap"),
 }
 

@@ -214,7 +214,7 @@ class Block {
       if (op.cap > 0) x = op.cap * vtanh(x / op.cap);
       if (from > v * VW || to < v * VW + VW) {
         const vi key = lane_index() + v * VW;
-        x = select((vi)(key >= from) & (vi)(key < to), x, splat(-INFINITY));
+        x = (key >= from) & (key < to) ? x : splat(-INFINITY);
       }
       store(scores + v * VW, x);
       best = vmax(best, x);

@@ -48,10 +48,8 @@ static inline void store_part(float* p, vf v, int n) {
   memcpy(p, x, sizeof(float) * n);
 }
 
-// a where the mask is all ones, b where it is 0.
-static inline vf select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
-static inline vf vmax(vf a, vf b) { return select((vi)(a > b), a, b); }
-static inline vf vmin(vf a, vf b) { return select((vi)(a < b), a, b); }
+static inline vf vmax(vf a, vf b) { return a > b ? a : b; }
+static inline vf vmin(vf a, vf b) { return a < b ? a : b; }
 
 static inline vi lane_index() {
 #if defined(__AVX512F__)
@@ -96,7 +94,7 @@ static inline float max_of(vf x) {
 
 // e^x to about 2 ulp; 0 below -87 (so e^-inf = 0), at most e^88. Cephes' polynomial.
 static inline vf vexp(vf x) {
-  const vi tiny = (vi)(x < splat(-87.0f));
+  const vf given = x;
   x = vmin(vmax(x, splat(-87.0f)), splat(88.0f));
   const vf shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
   const vf n = shifted - 12582912.0f;
@@ -109,7 +107,7 @@ static inline vf vexp(vf x) {
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
   const vi scale = ((vi)shifted - 0x4b400000) << 23;  // n into the exponent
-  return select(tiny, vf{}, (vf)((vi)p + scale));
+  return given < -87.0f ? vf{} : (vf)((vi)p + scale);
 }
 
 // tanh to about 2e-7: 1 - 2 / (e^2x + 1), and an odd polynomial near 0, where that loses digits.
@@ -122,7 +120,7 @@ static inline vf vtanh(vf x) {
   p = p * square - 3.33332819422e-1f;
   const vf near = p * square * x + x;
   const vf far = 1.0f - 2.0f / (vexp(x + x) + 1.0f);
-  return select((vi)(square < splat(0.390625f)), near, far);
+  return square < 0.390625f ? near : far;
 }
 
 static inline vf silu(vf x) { return x / (1.0f + vexp(-x)); }
