@@ -210,11 +210,12 @@ class AsyncEngine:
     @asynccontextmanager
     async def paused(self) -> AsyncGenerator[None]:
         """`async with engine.paused():` nothing is generated inside."""
+        worker = self._running()
         await self.pause()
         try:
             yield
         finally:
-            self.resume()
+            worker.inbox.put(Resume())  # a stop lifts it, and a run that was started since has pauses of its own
 
     # --- asking ----------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -100,32 +101,15 @@ def _parts(
     make_detokenizer: Callable[[], object] | None,
     sampler: Sampler,
 ) -> LoopParts:
-    spec = runner.spec
     # Twice as many rows as a batch can hold: a row that waits for its fence (I11) must not keep a newcomer out.
     num_rows = 2 * memory.max_requests
 
-    def on_assign(kind: str, owned: list[int]) -> None:
-        device.host_access(writes=[(kind, index) for index in owned])
-
-    checked = on_assign if device.checks else None
+    checked = partial(_assigned, device) if device.checks else None
     rows = RowTable(num_rows, memory.max_model_len, checked)
-    cache = CacheManager(
-        geometry,
-        memory.num_blocks,
-        num_rows + 1,
-        memory.max_model_len,
-        checked,
-        sharing=config.allow_block_sharing,
-        tokens_ahead=2 * memory.max_batch_tokens,
-    )
+    cache = _cache(config, memory, geometry, num_rows + 1, checked)
     cache.swap = _swap_space(config, geometry, pool, device)
-    # Pages are counted as often as they are read: those that several requests share, for each of them.
-    budgets = Budgets(
-        memory.max_batch_tokens, memory.max_requests, pages_read=memory.max_requests * cache.tables.shape[1]
-    )
     lifecycle = Lifecycle(rows, cache)
-    reserve = config.admission == "reserve"
-    scheduler = _SCHEDULERS[config.scheduler_type](rows, cache, lifecycle, budgets, config.margin, reserve=reserve)
+    scheduler = _scheduler(config, memory, rows, cache, lifecycle)
     outbox = Outbox()
     pipeline = Pipeline(
         device,
@@ -137,7 +121,7 @@ def _parts(
         width=cache.tables.shape[1],
         geometry=geometry,
         pool=pool,
-        vocab_size=spec.vocab_size,
+        vocab_size=runner.spec.vocab_size,
         sampler=sampler,
     )
     return LoopParts(
@@ -145,9 +129,9 @@ def _parts(
         cache=cache,
         lifecycle=lifecycle,
         scheduler=scheduler,
-        filler=BatchFiller(rows, cache, spec.eos_token_ids),
+        filler=BatchFiller(rows, cache, runner.spec.eos_token_ids),
         pipeline=pipeline,
-        committer=Committer(rows, lifecycle, outbox, spec.eos_token_ids, spec.vocab_size),
+        committer=Committer(rows, lifecycle, outbox, runner.spec.eos_token_ids, runner.spec.vocab_size),
         inbox=inbox,
         outbox=outbox,
         registry=registry,
@@ -155,6 +139,39 @@ def _parts(
         requests={},
         make_detokenizer=make_detokenizer,
     )
+
+
+def _assigned(device: Device, kind: str, owned: list[int]) -> None:
+    """Rows or blocks have a new owner, who is about to write to them."""
+    device.host_access(writes=[(kind, index) for index in owned])
+
+
+def _cache(
+    config: EngineConfig,
+    memory: MemoryPlan,
+    geometry: CacheGeometry,
+    rows: int,
+    on_assign: Callable[[str, list[int]], None] | None,
+) -> CacheManager:
+    return CacheManager(
+        geometry,
+        memory.num_blocks,
+        rows,
+        memory.max_model_len,
+        on_assign,
+        sharing=config.allow_block_sharing,
+        tokens_ahead=2 * memory.max_batch_tokens,
+    )
+
+
+def _scheduler(
+    config: EngineConfig, memory: MemoryPlan, rows: RowTable, cache: CacheManager, lifecycle: Lifecycle
+) -> PassScheduler:
+    # Pages are counted as often as they are read: those that several requests share, for each of them.
+    pages = memory.max_requests * cache.tables.shape[1]
+    budgets = Budgets(memory.max_batch_tokens, memory.max_requests, pages_read=pages)
+    kind, reserve = _SCHEDULERS[config.scheduler_type], config.admission == "reserve"
+    return kind(rows, cache, lifecycle, budgets, config.margin, reserve=reserve)
 
 
 def _swap_space(config: EngineConfig, geometry: CacheGeometry, pool: torch.Tensor, device: Device) -> SwapSpace | None:

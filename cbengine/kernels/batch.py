@@ -14,10 +14,14 @@ if TYPE_CHECKING:
 
 
 class StepBatch:
-    """One structure, filled anew for every step. Keeps the step's tensors alive until the next one."""
+    """One structure, filled anew for every step. Keeps the step's tensors alive until the next one.
 
-    def __init__(self) -> None:
-        self.structure = lib.Batch()
+    Args:
+        structure: where to put it; default: a new one.
+    """
+
+    def __init__(self, structure: lib.Batch | None = None) -> None:
+        self.structure = lib.Batch() if structure is None else structure
         self.pointer = pointer(self.structure)
         self._slots = torch.empty(0, dtype=torch.int64)
         self._kept: tuple[torch.Tensor, ...] = ()

@@ -25,11 +25,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from cbengine.attention import AttentionBackend, LayerKV, choose
+from cbengine.attention.cpu import CpuBackend
 from cbengine.attention.eager import attention_math
 from cbengine.cache.geometry import group_of_layers
 from cbengine.errors import UnsupportedFeatureError
 from cbengine.execution.inputs import SamplingInputs, StepInputs
 from cbengine.models.base import ModelSpec
+from cbengine.models.fuse import Fused, fuse
 from cbengine.models.spec import spec_from_config, text_config
 
 IMPLEMENTATION = "cbengine"
@@ -79,6 +81,9 @@ class _Before:
 class TransformersRunner:
     """Serves one transformers model. See `ModelRunner` for who calls what on which thread.
 
+    On a CPU in float32 the model is run by faster code of ours where that is possible (`models/fuse.py`), unless another
+    attention backend than "cpu" is asked for. `owned`: the model is nobody else's, so that its weights may be repacked.
+
     Between `bind` and `release` the model's config names our attention function and the model is in evaluation mode; it
     can still be called by others, with SDPA instead of the implementation it had.
 
@@ -90,7 +95,9 @@ class TransformersRunner:
     attention: AttentionBackend
     """Chosen here, so that its `page_size_multiple` is known before the cache is made."""
 
-    def __init__(self, model: PreTrainedModel, *, name: str | None = None, attention: str | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, name: str | None = None, attention: str | None = None, owned: bool = False
+    ) -> None:
         name = str(name or getattr(model.config, "_name_or_path", "") or type(model).__name__)
         self.model = model
         self.spec = spec_from_config(
@@ -109,6 +116,9 @@ class TransformersRunner:
         self._backends = [self.attention, *others]
         self._before: _Before | None = None
         self._page_size = 0
+        self._owned = owned
+        self._may_fuse = attention is None or isinstance(self.attention, CpuBackend)
+        self._fused: Fused | None = None
 
     def bind(self, kv: list[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
         """Take the model over, and try it with one padded token. See `ModelRunner.bind`.
@@ -142,10 +152,20 @@ class TransformersRunner:
         for module in training:
             module.training = False
         try:
-            self._probe()
+            self._make_ready(parts)
         except BaseException:
             self.release()
             raise
+
+    def _make_ready(self, parts: list[LayerKV]) -> None:
+        if self._fused is not None:
+            self._fused.bind(parts, self._page_size)
+            return
+        self._probe()
+        if self._may_fuse:
+            self._fused = fuse(
+                self.model, self.spec, self._backends, parts, self._page_size, self._run, owned=self._owned
+            )
 
     def _probe(self) -> None:
         """One padded token through the model: how it attends shows only when it runs, and should show before a request."""
@@ -159,6 +179,13 @@ class TransformersRunner:
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """See `ModelRunner.forward`. Compute stream's thread."""
         assert self._before is not None, "forward before bind"
+        if self._fused is not None:
+            with torch.inference_mode():
+                return self._fused.forward(inputs)
+        return self._run(inputs)
+
+    def _run(self, inputs: StepInputs) -> torch.Tensor:
+        """The forward of transformers."""
         with torch.inference_mode(), _in_step(_Step(self, set())) as step:
             for group, attention in enumerate(self._backends):
                 attention.begin(inputs.of_group(group), self._page_size)
@@ -182,6 +209,8 @@ class TransformersRunner:
         before, self._before = self._before, None
         if before is None:
             return
+        if self._fused is not None and self._fused.release():
+            self._fused = None
         for config, implementation in before.implementations:
             setattr(config, _INTERNAL, implementation)
         for module in before.training:

@@ -76,7 +76,8 @@ def load(
         network, tokenizer = _load_checkpoint(source, dtype, device, with_tokenizer, where, from_pretrained)
     if device.type != "cpu" and "device_map" not in from_pretrained:
         network.to(device)  # type: ignore[arg-type]
-    return LoadedModel(TransformersRunner(network, name=source, attention=attention), tokenizer, source)
+    runner = TransformersRunner(network, name=source, attention=attention, owned=True)
+    return LoadedModel(runner, tokenizer, source)
 
 
 def inspect(

@@ -38,11 +38,16 @@ def _loaded(folder: Path) -> Any:
     return load(folder)
 
 
+@pytest.fixture(scope="session")
+def real_model(smollm2: Path) -> Any:
+    """SmolLM2's `runner` and `tokenizer`, for one engine at a time: not beside `real_engine`."""
+    return _loaded(smollm2)
+
+
 @pytest.fixture(scope="module")
-def real_engine(smollm2: Path) -> Iterator[AsyncEngine]:
+def real_engine(real_model: Any) -> Iterator[AsyncEngine]:
     """A running engine over SmolLM2; every test has to leave it idle."""
-    model = _loaded(smollm2)
-    engine = AsyncEngine(model.runner, tokenizer=model.tokenizer, **SETTINGS)
+    engine = AsyncEngine(real_model.runner, tokenizer=real_model.tokenizer, **SETTINGS)
     asyncio.run(_start(engine))
     with watched("real engine", lambda: busy_fields(engine)):
         yield engine

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cbengine.cache.geometry import CacheGeometry
 from cbengine.cache.manager import CacheManager, Dropped
-from cbengine.cache.prefix import Chain
+from cbengine.cache.prefix import Chain, digest
 from cbengine.cache.swap import Pairs, SwapCosts, SwapSpace, SwapTicket
 from cbengine.models.base import LayerSpec, ModelSpec
 
@@ -26,8 +26,8 @@ PAGE, ROWS, BLOCKS, LIMIT, AHEAD = 4, 6, 14, 40, 8
 
 
 def geometry_of(windows: tuple[int | None, ...]) -> CacheGeometry:
-    kinds = {None: "full_attention"}
-    layers = tuple(LayerSpec(kinds.get(w, "sliding_attention"), 1, 2, w) for w in windows)
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    layers = tuple(LayerSpec(kind, 1, 2, window) for kind, window in zip(kinds, windows, strict=True))
     spec = ModelSpec("machine", layers, 1, 2, 4, 50, 64, torch.float32, 0, (), {})
     return CacheGeometry.of(spec, PAGE)
 
@@ -88,7 +88,7 @@ class CacheMachine(RuleBasedStateMachine):
     """Full attention, with the prefix cache."""
 
     windows: tuple[int | None, ...] = (None,)
-    digest = staticmethod(Chain().__class__.__init__.__defaults__[1])  # type: ignore[index]
+    digest = staticmethod(digest)
 
     @initialize()
     def build(self) -> None:

@@ -7,8 +7,9 @@ the most likely one after those before it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +121,15 @@ def _pure_sliding() -> Any:
     import transformers
 
     config = transformers.Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=0)
-    assert set(config.layer_types) == {"sliding_attention"}
+    assert set(config.layer_types or ()) == {"sliding_attention"}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         return transformers.Qwen2ForCausalLM(config).float().eval()
 
 
-MODELS = {name: (lambda name=name: tiny(name)) for name in ("mistral-window", "gemma2", "gemma3-text", "gpt-oss")}
+MODELS: dict[str, Callable[[], Any]] = {
+    name: functools.partial(tiny, name) for name in ("mistral-window", "gemma2", "gemma3-text", "gpt-oss")
+}
 MODELS["pure-sliding"] = _pure_sliding
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from cbengine.bridge.buffer import StreamBuffer
 from cbengine.bridge.inbox import Cancel, Inbox, Pause, Read, Resume, Stop, Submit
-from cbengine.bridge.outbox import Delivery
+from cbengine.bridge.outbox import Delivery, StatusEvent
 from cbengine.bridge.ports import LoopPort, Waiter
 from cbengine.config import EngineConfig
 from cbengine.devices.base import Device
@@ -40,12 +40,12 @@ class DirectPort(LoopPort):
         for item in items:
             before = self._status.get(item.reader, RequestStatus.PENDING)
             label = item.reader.request_id
-            if item.event is None:
-                assert not before.ended, f"{label} was given token {item.token_id} after its end"
-            else:
+            if isinstance(item.event, StatusEvent):
                 now = item.event.status
                 assert now in LEGAL[before], f"{label} was told {now.value} after {before.value}"
                 self._status[item.reader] = now
+            else:
+                assert not before.ended, f"{label} was given token {item.token_id} after its end"
         fn(*args)
 
     def waiter(self) -> Waiter:

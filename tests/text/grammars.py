@@ -52,15 +52,17 @@ def walk(name: str, spec: StructuredSpec, seed: int, limit: int = 120) -> Walk:
     rng, tokenizer = random.Random(seed), tokenizer_of(name)
     grammar = compiled(name, spec)
     state, ids = grammar.start(), []
-    mask = np.zeros(grammar.words, np.int32)
+    mask, end = np.zeros(grammar.words, np.int32), tokenizer.eos_token_id
+    assert end is not None
     while len(ids) < limit and not state.finished:
         state.fill_mask(mask)
-        choices = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        choices = np.flatnonzero(bits)
         assert choices[-1] < tokenizer.vocab_size
-        ends = np.intersect1d(choices, (*enders(name), tokenizer.eos_token_id))
-        token_id = int(rng.choice(ends if len(ends) and rng.random() < 0.4 else choices))
+        ends = [i for i in (*enders(name), end) if bits[i]]
+        token_id = int(rng.choice(ends if ends and rng.random() < 0.4 else choices))
         state.accept(token_id)
-        if token_id == tokenizer.eos_token_id:
+        if token_id == end:
             assert state.finished
             break
         ids.append(token_id)

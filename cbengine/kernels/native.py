@@ -1,0 +1,257 @@
+"""A decoder as one call into the CPU kernels: no Python, no torch and no interpreter lock between its first and last layer."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from cbengine.kernels import library as lib
+from cbengine.kernels.batch import StepBatch
+from cbengine.kernels.decoder import Decoder, Layer, Linear, Norm, NormKind, RotaryTables
+from cbengine.kernels.library import Library
+from cbengine.kernels.matrix import PackedMatrix
+from cbengine.kernels.pages import pages_of
+from cbengine.kernels.table import EmbeddingTable
+from cbengine.kernels.team import address, check, team_of_thread
+
+if TYPE_CHECKING:
+    from cbengine.execution.inputs import StepInputs
+
+_SMALLEST = 64  # tokens that the buffers hold at least
+Packed = Callable[[Linear, PackedMatrix], None]
+
+
+class _PackedLayer:
+    """The matrices of one layer."""
+
+    def __init__(self, library: Library, layer: Layer, packed: Packed) -> None:
+        self.qkv = _pack(library, layer.qkv, packed)
+        self.out = _pack(library, layer.out, packed)
+        self.gate_up = _pack(library, layer.gate_up, packed, gated=True)
+        self.down = _pack(library, layer.down, packed)
+
+
+def _pack(library: Library, linear: Linear, packed: Packed, gated: bool = False) -> PackedMatrix:
+    matrix = PackedMatrix(library, linear.weights, linear.biases, gated=gated)
+    packed(linear, matrix)
+    linear.weights, linear.sources = [], []
+    return matrix
+
+
+class NativeDecoder:
+    """Packs a decoder's weights, and runs it over a paged cache.
+
+    Args:
+        decoder: taken over; its large weights are dropped from it, one by one.
+        packed: called for every linear layer once it has been packed, so that its weights can be given up.
+
+    A token's logits do not depend, bit by bit, on what else is in the step, on how its prompt was cut into chunks, or on the
+    number of threads.
+    """
+
+    def __init__(self, library: Library, decoder: Decoder, packed: Packed) -> None:
+        self._library = library
+        self._decoder = decoder
+        self._hidden = decoder.embedding.shape[1]
+        self._embedding = None if decoder.tied else EmbeddingTable(decoder.embedding)
+        decoder.embedding = torch.empty(0)
+        self._head = _pack(library, decoder.head, packed)
+        self._layers = [_PackedLayer(library, layer, packed) for layer in decoder.layers]
+        self._norms: list[torch.Tensor] = []  # keeps contiguous copies alive
+        self._kv: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._tokens = 0
+        self._rotary = RotaryTables(decoder.rotaries, decoder.max_positions)
+        groups = 1 + max(layer.attention.group for layer in decoder.layers)
+        self._batches = (lib.Batch * groups)()
+        self._filled = [StepBatch(self._batches[i]) for i in range(groups)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weights."""
+        matrices = [m for p in self._layers for m in (p.qkv, p.out, p.gate_up, p.down)]
+        rest = 0 if self._embedding is None else self._embedding.nbytes
+        return sum(m.nbytes for m in [*matrices, self._head]) + rest
+
+    def bind(self, kv: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
+        """Give each layer its pages, [blocks, page_size, kv_heads, dim] float32."""
+        self._kv = list(kv)
+        self._page_size = page_size
+        self._tokens = 0  # the operations are made anew
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """Logits float32 [num_samples, vocabulary]. Compute thread."""
+        if inputs.num_tokens > self._tokens:
+            self._allocate(max(_SMALLEST, 1 << (inputs.num_tokens - 1).bit_length()))
+        if self._rotary.grow(int(inputs.positions.max()) + 1):
+            self._point_to_tables()
+        for group, batch in enumerate(self._filled):
+            batch.fill(inputs.of_group(group), self._page_size)
+            self._library.place(batch.pointer)
+        logits = torch.empty(inputs.num_samples, self._head.columns)
+        self._operations[-1].product.out = logits.data_ptr()
+        team = team_of_thread(self._library)
+        check(self._library.run(team, ctypes.byref(self._batches), ctypes.byref(self._operations), len(self._operations)))
+        return logits
+
+    def _allocate(self, tokens: int) -> None:
+        """Buffers for `tokens` tokens, and the operations that use them."""
+        first = self._layers[0]
+        widths = {
+            "x": self._hidden,
+            "normed": self._hidden,
+            "qkv": max(p.qkv.columns for p in self._layers),
+            "attended": first.out.depth,
+            "gated": max(p.gate_up.columns for p in self._layers),
+            "product": self._hidden,
+            "last": self._hidden,
+        }
+        self._buffers = {name: torch.zeros(tokens, width) for name, width in widths.items()}
+        self._tokens = tokens
+        self._norms.clear()
+        operations = [self._embed()]
+        for layer, packed, kv in zip(self._decoder.layers, self._layers, self._kv, strict=True):
+            operations += self._layer(layer, packed, kv)
+        operations.append(self._norm(self._decoder.norm, "x", "last", gather=True))
+        operations.append(self._product(self._head, "last", None, cap=self._decoder.head_cap))
+        operations[-1].rows_of = operations[-2].rows_of = lib.SAMPLES
+        self._operations = (lib.Operation * len(operations))(*operations)
+        self._point_to_tables()
+
+    def _layer(
+        self, layer: Layer, packed: _PackedLayer, kv: tuple[torch.Tensor, torch.Tensor]
+    ) -> list[lib.Operation]:
+        operations = []
+
+        def around(before: Norm | None, after: Norm | None, inner: Callable[[str, str, bool], None]) -> None:
+            """x += after(inner(before(x)))"""
+            source = "x"
+            if before is not None:
+                source = "normed"
+                operations.append(self._norm(before, "x", source))
+            inner(source, "x" if after is None else "product", after is None)
+            if after is not None:
+                operations.append(self._norm(after, "product", "x", add=True))
+
+        def attention(source: str, target: str, add: bool) -> None:
+            operations.append(self._product(packed.qkv, source, "qkv"))
+            operations.append(self._rope(layer, kv))
+            operations.append(self._attend(layer, kv))
+            operations.append(self._product(packed.out, "attended", target, add=add))
+
+        def mlp(source: str, target: str, add: bool) -> None:
+            operations.append(self._product(packed.gate_up, source, "gated", activation=layer.activation.value))
+            operations.append(self._product(packed.down, "gated", target, add=add))
+
+        around(layer.before_attention, layer.after_attention, attention)
+        around(layer.before_mlp, layer.after_mlp, mlp)
+        return operations
+
+    def _embed(self) -> lib.Operation:
+        out, table = self._buffers["x"], self._embedding
+        embed = lib.Embed(
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            matrix=self._head.structure if table is None else table.structure,
+            table=None if table is None else table.data.data_ptr(),
+            scale=self._decoder.embedding_scale,
+        )
+        return lib.Operation(kind=lib.EMBED, embed=embed)
+
+    def _norm(self, norm: Norm, source: str, target: str, *, add: bool = False, gather: bool = False) -> lib.Operation:
+        x, out = self._buffers[source], self._buffers[target]
+        structure = lib.Norm(
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            x_stride=x.stride(0),
+            out_stride=out.stride(0),
+            width=self._hidden,
+            weight=self._kept(norm.weight),
+            bias=self._kept(norm.bias),
+            eps=norm.eps,
+            kind=lib.LAYER if norm.kind is NormKind.LAYER else lib.RMS,
+            add=add,
+            gather=gather,
+        )
+        return lib.Operation(kind=lib.NORM, norm=structure)
+
+    def _product(
+        self,
+        matrix: PackedMatrix,
+        source: str,
+        target: str | None,
+        *,
+        add: bool = False,
+        activation: str = "none",
+        cap: float | None = None,
+    ) -> lib.Operation:
+        x = self._buffers[source]
+        out = None if target is None else self._buffers[target]
+        structure = lib.Product(
+            x=x.data_ptr(),
+            out=address(out),
+            x_stride=x.stride(0),
+            out_stride=matrix.columns if out is None else out.stride(0),
+            matrix=matrix.structure,
+            epilogue=lib.GATED if matrix.gated else lib.ADD if add else lib.STORE,
+            activation=lib.ACTIVATIONS[activation],
+            cap=cap or 0.0,
+        )
+        return lib.Operation(kind=lib.PRODUCT, product=structure)
+
+    def _rope(self, layer: Layer, kv: tuple[torch.Tensor, torch.Tensor]) -> lib.Operation:
+        a, x = layer.attention, self._buffers["qkv"]
+        query_norm, key_norm = a.query_norm, a.key_norm
+        structure = lib.Rope(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            heads=a.heads,
+            kv_heads=a.kv_heads,
+            dim=a.dim,
+            rotary=a.rotary,
+            query_norm=None if query_norm is None else self._kept(query_norm.weight),
+            key_norm=None if key_norm is None else self._kept(key_norm.weight),
+            norm_eps=0.0 if query_norm is None else query_norm.eps,
+            clip=a.clip or 0.0,
+            norm_whole=a.norm_whole,
+            pages=pages_of(*kv),
+        )
+        return lib.Operation(kind=lib.ROPE, group=a.group, rope=structure)
+
+    def _attend(self, layer: Layer, kv: tuple[torch.Tensor, torch.Tensor]) -> lib.Operation:
+        a, query, out = layer.attention, self._buffers["qkv"], self._buffers["attended"]
+        structure = lib.Attend(
+            query=query.data_ptr(),
+            out=out.data_ptr(),
+            query_stride=query.stride(0),
+            out_stride=out.stride(0),
+            heads=a.heads,
+            kv_heads=a.kv_heads,
+            dim=a.dim,
+            window=a.window or 0,
+            sinks=self._kept(a.sinks),
+            scale=a.scale,
+            cap=a.softcap or 0.0,
+            pages=pages_of(*kv),
+        )
+        return lib.Operation(kind=lib.ATTEND, group=a.group, attend=structure)
+
+    def _kept(self, tensor: torch.Tensor | None) -> int | None:
+        """Address of a small tensor as contiguous float32, which stays alive with the operations."""
+        if tensor is None:
+            return None
+        dense = tensor.detach().float().contiguous()
+        self._norms.append(dense)
+        return dense.data_ptr()
+
+    def _point_to_tables(self) -> None:
+        if not self._rotary.rows:
+            return
+        layers = iter(self._decoder.layers)
+        for operation in self._operations:
+            if operation.kind == lib.ROPE:
+                cos, sin = self._rotary.tables[next(layers).attention.table]
+                operation.rope.cos, operation.rope.sin = cos.data_ptr(), sin.data_ptr()
+                operation.rope.table_rows = self._rotary.rows

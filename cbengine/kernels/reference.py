@@ -1,0 +1,138 @@
+"""The same decoder in plain torch: what the kernels are tested against, and what runs where they cannot be had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from cbengine.kernels.decoder import Activation, Decoder, Layer, Linear, Norm, NormKind, RotaryTables
+from cbengine.kernels.table import is_exact
+
+if TYPE_CHECKING:
+    from cbengine.execution.inputs import StepInputs
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Writes the keys and values of one layer into its pages and attends: (layer, query, key, value), each [T, heads, dim]."""
+
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
+    Activation.RELU: F.relu,
+}
+
+
+def norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """Over the last dimension, in float32."""
+    if norm.kind is NormKind.LAYER:
+        return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+    y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps)
+    y = y if norm.weight is None else y * norm.weight
+    return y if norm.bias is None else y + norm.bias
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`x` [T, heads, dim], of which the first 2 * `cos.shape[1]` elements are rotated, half against half. `cos` [T, n]."""
+    n = cos.shape[1]
+    a, b, rest = x[..., :n], x[..., n : 2 * n], x[..., 2 * n :]
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+
+def soft_cap(x: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Bounded to (-cap, cap) by tanh."""
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+class TorchLinear:
+    """Linear layers side by side, as float16 weights with float32 arithmetic where that is exact and torch can.
+
+    fbgemm's operation reads half the memory and is faster than the float32 one at every size (measured on AVX2 and AVX-512).
+    The weights that are kept as they are, are those of the model: `shared` says so of a weight that is needed anyway.
+    """
+
+    def __init__(self, linear: Linear, *, shared: bool = False) -> None:
+        self.bias = _join_biases(linear)
+        self.weight: torch.Tensor | None = None
+        self.packed: Any = None
+        weight = linear.weights[0] if len(linear.weights) == 1 else torch.cat([w.detach() for w in linear.weights])
+        self.columns = weight.shape[0]
+        if not shared and _has_half_linear() and is_exact(weight.detach(), torch.float16):
+            self.packed = torch.ops.quantized.linear_prepack_fp16(weight.detach(), self.bias)
+        else:
+            self.weight = weight.detach()
+        linear.weights, linear.sources = [], []
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None and x.shape[0]:
+            return torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
+        if self.packed is not None:
+            return x.new_zeros(0, self.columns)
+        assert self.weight is not None
+        return F.linear(x, self.weight, self.bias)
+
+
+class TorchDecoder:
+    """See `decoder.py`. The attention over pages is the caller's, one call for each layer.
+
+    Args:
+        decoder: taken over; the weights of its linear layers are dropped from it.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        # A tied table is read by rows too, so it stays as it is.
+        self._head = TorchLinear(decoder.head, shared=decoder.tied)
+        self._layers = [
+            tuple(TorchLinear(linear) for linear in (layer.qkv, layer.out, layer.gate_up, layer.down))
+            for layer in decoder.layers
+        ]
+        self._rotary = RotaryTables(decoder.rotaries, decoder.max_positions)
+
+    def forward(self, inputs: StepInputs, attend: Attend) -> torch.Tensor:
+        """Logits float32 [num_samples, vocabulary]."""
+        d = self._decoder
+        x = F.embedding(inputs.token_ids.long(), d.embedding) * d.embedding_scale
+        positions = inputs.positions.long()
+        self._rotary.grow(int(positions.max()) + 1)
+        tables = [tuple(t[positions] for t in both) for both in self._rotary.tables]
+        for index, (layer, (qkv, out, gate_up, down)) in enumerate(zip(d.layers, self._layers, strict=True)):
+            y = x if layer.before_attention is None else norm(x, layer.before_attention)
+            y = out(self._attention(index, layer, qkv(y), tables[layer.attention.table], attend))
+            x = x + (y if layer.after_attention is None else norm(y, layer.after_attention))
+            y = x if layer.before_mlp is None else norm(x, layer.before_mlp)
+            gate, up = gate_up(y).chunk(2, dim=-1)
+            y = down(_ACTIVATIONS[layer.activation](gate) * up)
+            x = x + (y if layer.after_mlp is None else norm(y, layer.after_mlp))
+        last = norm(x[inputs.sample_index.long()], d.norm)
+        return soft_cap(self._head(last), d.head_cap)
+
+    def _attention(
+        self, index: int, layer: Layer, qkv: torch.Tensor, table: tuple[torch.Tensor, ...], attend: Attend
+    ) -> torch.Tensor:
+        a = layer.attention
+        if a.clip is not None:
+            qkv = qkv.clamp(-a.clip, a.clip)
+        query, key, value = qkv.split([a.heads * a.dim, a.kv_heads * a.dim, a.kv_heads * a.dim], dim=-1)
+
+        def heads(x: torch.Tensor, own: Norm | None) -> torch.Tensor:
+            if own is not None and a.norm_whole:
+                x, own = norm(x, own), None
+            x = x.unflatten(-1, (-1, a.dim))
+            return x if own is None else norm(x, own)
+
+        query, key = (rotate(heads(x, own), *table) for x, own in ((query, a.query_norm), (key, a.key_norm)))
+        return attend(index, query, key, heads(value, None)).flatten(1)
+
+
+def _join_biases(linear: Linear) -> torch.Tensor | None:
+    if all(bias is None for bias in linear.biases):
+        return None
+    pairs = zip(linear.weights, linear.biases, strict=True)
+    return torch.cat([w.new_zeros(w.shape[0]) if b is None else b.detach() for w, b in pairs])
+
+
+def _has_half_linear() -> bool:
+    return "fbgemm" in torch.backends.quantized.supported_engines
