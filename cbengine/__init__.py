@@ -26,7 +26,7 @@ from cbengine.errors import (
 from cbengine.observe.counters import EngineStats
 from cbengine.observe.health import EngineHealth
 from cbengine.options import RequestArguments, RequestOptions
-from cbengine.outputs import Completion, FinishReason, RequestMetrics, RequestStatus, Token, Usage
+from cbengine.outputs import Completion, FinishReason, RequestMetrics, RequestStatus, Token, TokenLogprobs, Usage
 from cbengine.sampling import SamplingParams
 from cbengine.stream import StreamView, TokenStream
 from cbengine.text.structured_spec import StructuredSpec
@@ -64,6 +64,7 @@ __all__ = [
     "StreamView",
     "StructuredSpec",
     "Token",
+    "TokenLogprobs",
     "TokenStream",
     "UnsupportedFeatureError",
     "Usage",

@@ -13,7 +13,6 @@ import torch
 from cbengine.cache.manager import CacheManager
 from cbengine.execution.edits import Edits, collect, collect_scores, take_loads
 from cbengine.execution.inputs import SamplingInputs, StepInputs
-from cbengine.execution.logprobs import words
 from cbengine.execution.noise import uniforms
 from cbengine.execution.processors import PenaltyLoad, ProcessorInputs
 from cbengine.execution.slots import Layout, Slot, SlotState, StepSizes
@@ -75,68 +74,49 @@ class BatchFiller:
         ends = table.planned[rows]
         sampling = np.ones(len(rows), bool)
         sampling[d:] = [c.last for c in chunks]
-        sample_rows = rows[sampling]
-        banned = self._banned(sample_rows, ends[sampling])
+        sample_rows, sample_ends = rows[sampling], ends[sampling]
+        banned = self._banned(sample_rows, sample_ends)
         width = self._cache.blocks_for(int(ends.max()))
         groups = self._cache.group_tables
         edits = collect(table, sample_rows)
         collect_scores(edits, table, chunks, d)
-        layout = Layout.of(
-            StepSizes(
-                int(counts.sum()),
-                len(rows),
-                width,
-                len(sample_rows),
-                len(banned),
-                len(groups),
-                edits.num_biases,
-                len(edits.penalty_samples),
-                len(edits.masks),
-                len(edits.masks[0]) if edits.masks else 0,
-                len(edits.logprob_samples),
-                edits.num_scores,
-            )
-        )
-        reports = words(len(edits.logprob_samples), edits.top) + words(edits.num_scores, edits.score_top)
-        out_words = len(sample_rows) + reports
+        sizes = StepSizes(int(counts.sum()), len(rows), width, len(sample_rows), len(banned), len(groups), *edits.sizes)
+        layout = Layout.of(sizes)
+        out_words = len(sample_rows) + edits.report_words
         slot.reserve(layout.words, out_words)
 
         self._fill_tokens(slot, layout, plan, ends)
+        starts = self._fill_sequences(slot, layout, rows, counts, ends)
+        wanted = slot.ints(layout, "sample_index")
+        wanted[: len(sample_rows)] = (starts[1:] - 1)[sampling]
+        wanted[len(sample_rows) :] = edits.score_index
+        slot.ints(layout, "sample_rows")[:] = sample_rows
+        flags = self._fill_sampling(slot, layout, sample_rows, sample_ends)
+        slot.ints(layout, "banned_rows")[:] = banned[:, 0]
+        slot.ints(layout, "banned_tokens")[:] = banned[:, 1]
+        self._fill_edits(slot, layout, edits, sample_rows, sample_ends)
+        slot.state = SlotState.FILLED
+        lens = slot.ints(layout, "context_lens")
+        tables = slot.ints(layout, "block_tables").reshape(len(groups), len(rows), width)
+        copies, loads = self._cache.take_copies(), take_loads(table)
+        return Filled(
+            plan, layout, rows, counts, sample_rows, starts, lens, tables, flags, copies, edits, loads, out_words
+        )
+
+    def _fill_sequences(
+        self, slot: Slot, layout: Layout, rows: np.ndarray, counts: np.ndarray, ends: np.ndarray
+    ) -> np.ndarray:
+        """Where each sequence's queries, rows and pages are; returns the query starts."""
         starts = slot.ints(layout, "query_starts")
         starts[0] = 0
         np.cumsum(counts, out=starts[1:])
         slot.ints(layout, "context_lens")[:] = ends
         slot.ints(layout, "rows")[:] = rows
-        wanted = slot.ints(layout, "sample_index")
-        wanted[: len(sample_rows)] = (starts[1:] - 1)[sampling]
-        scored = [np.arange(first, first + count) for _, first, count in edits.scores]
-        wanted[len(sample_rows) :] = np.concatenate(scored) if scored else ()
-        slot.ints(layout, "sample_rows")[:] = sample_rows
+        groups, width = self._cache.group_tables, layout.sizes.width
         tables = slot.ints(layout, "block_tables").reshape(len(groups), len(rows), width)
         for group, out in zip(groups, tables, strict=True):
             np.take(group[:, :width], rows, axis=0, out=out)
-        flags = self._fill_sampling(slot, layout, sample_rows, ends[sampling])
-        slot.ints(layout, "banned_rows")[:] = banned[:, 0]
-        slot.ints(layout, "banned_tokens")[:] = banned[:, 1]
-        self._fill_edits(slot, layout, edits, sample_rows, ends[sampling])
-        slot.state = SlotState.FILLED
-        lens = slot.ints(layout, "context_lens")
-        copies = self._cache.take_copies()
-        return Filled(
-            plan,
-            layout,
-            rows,
-            counts,
-            sample_rows,
-            starts,
-            lens,
-            tables,
-            flags,
-            copies,
-            edits,
-            take_loads(table),
-            out_words,
-        )
+        return starts
 
     def _fill_edits(self, slot: Slot, layout: Layout, edits: Edits, rows: np.ndarray, ends: np.ndarray) -> None:
         table = self._rows

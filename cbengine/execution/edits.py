@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from cbengine.execution.logprobs import words
 from cbengine.execution.processors import PenaltyLoad
 from cbengine.scheduling.base import Chunk
 from cbengine.scheduling.rows import RowTable
@@ -43,8 +44,23 @@ class Edits:
         return sum(count for _, _, count in self.scores)
 
     @property
-    def num_biases(self) -> int:
-        return sum(len(tokens) for tokens in self.bias_tokens)
+    def sizes(self) -> tuple[int, int, int, int, int, int]:
+        """The last six of `StepSizes`."""
+        biases = sum(len(tokens) for tokens in self.bias_tokens)
+        mask_words = len(self.masks[0]) if self.masks else 0
+        penalties, reports = len(self.penalty_samples), len(self.logprob_samples)
+        return biases, penalties, len(self.masks), mask_words, reports, self.num_scores
+
+    @property
+    def report_words(self) -> int:
+        """Words of the outputs that the logprob reports take."""
+        return words(len(self.logprob_samples), self.top) + words(self.num_scores, self.score_top)
+
+    @property
+    def score_index(self) -> np.ndarray:
+        """Indices into the packed row of the tokens to be scored."""
+        ranges = [np.arange(first, first + count) for _, first, count in self.scores]
+        return np.concatenate(ranges) if ranges else np.zeros(0, np.int64)
 
 
 def collect(table: RowTable, rows: np.ndarray) -> Edits:

@@ -38,7 +38,7 @@ class StepBatch:
         assert all(t.dtype == torch.int32 for t in (*flat[:4], tables)), [t.dtype for t in (*flat, tables)]
         self._kept = (*flat, tables)
         to = self.structure
-        to.tokens, to.seqs, to.samples = inputs.num_tokens, inputs.num_seqs, inputs.num_samples
+        to.tokens, to.seqs, to.samples = inputs.num_tokens, inputs.num_seqs, len(inputs.sample_index)
         to.page_size, to.table_stride, to.table_width = page_size, tables.stride(0), tables.shape[1]
         to.token_ids, to.positions, to.query_starts, to.context_lens, to.sample_index = (t.data_ptr() for t in flat)
         to.tables = tables.data_ptr()

@@ -82,7 +82,7 @@ class NativeDecoder:
         self._tokens = 0  # the operations are made anew
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits float32 [num_samples, vocabulary]. Compute thread."""
+        """Logits of `inputs.sample_index`, float32 [N + P, vocabulary]. Compute thread."""
         if inputs.num_tokens > self._tokens:
             self._allocate(max(_SMALLEST, 1 << (inputs.num_tokens - 1).bit_length()))
         if self._rotary.grow(int(inputs.positions.max()) + 1):
@@ -90,7 +90,7 @@ class NativeDecoder:
         for group, batch in enumerate(self._filled):
             batch.fill(inputs.of_group(group), self._page_size)
             self._library.place(batch.pointer)
-        logits = torch.empty(inputs.num_samples, self._head.columns)
+        logits = torch.empty(len(inputs.sample_index), self._head.columns)
         self._operations[-1].product.out = logits.data_ptr()
         team = team_of_thread(self._library)
         check(self._library.run(team, ctypes.byref(self._batches), ctypes.byref(self._operations), len(self._operations)))

@@ -92,7 +92,7 @@ class TorchDecoder:
         self._rotary = RotaryTables(decoder.rotaries, decoder.max_positions)
 
     def forward(self, inputs: StepInputs, attend: Attend) -> torch.Tensor:
-        """Logits float32 [num_samples, vocabulary]."""
+        """Logits of `inputs.sample_index`, float32 [N + P, vocabulary]."""
         d = self._decoder
         x = F.embedding(inputs.token_ids.long(), d.embedding) * d.embedding_scale
         positions = inputs.positions.long()

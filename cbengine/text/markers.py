@@ -16,9 +16,11 @@ def find_marker(text: str, start: int, markers: Sequence[str]) -> tuple[int, str
 
 def possible_marker(text: str, start: int, markers: Sequence[str]) -> int:
     """Where the longest end of `text` begins that may still become one of `markers`; `len(text)` if there is none."""
-    longest = max(map(len, markers), default=1)
-    for at in range(max(start, len(text) - longest + 1), len(text)):
-        tail = text[at:]
-        if any(marker.startswith(tail) for marker in markers):
-            return at
-    return len(text)
+    best = len(text)
+    for marker in markers:
+        at = text.find(marker[0], max(start, len(text) - len(marker) + 1))
+        while 0 <= at < best:
+            if marker.startswith(text[at:]):
+                best = at
+            at = text.find(marker[0], at + 1)
+    return best

@@ -50,6 +50,7 @@ async def test_it_waits_for_the_steps_in_flight() -> None:
 
         async with anyio.create_task_group() as group:
             group.start_soon(pause)
+            await anyio.wait_all_tasks_blocked()
             await gate.steps(1)
             await anyio.sleep(0.005)
             assert not paused.is_set()  # a step is still at the gate
@@ -198,7 +199,7 @@ async def test_whoever_waits_for_a_pause_hears_of_the_stop() -> None:
 
         async with anyio.create_task_group() as group:
             group.start_soon(pause)
-            await anyio.sleep(0.005)
+            await anyio.wait_all_tasks_blocked()
             group.start_soon(lambda: engine.stop(hard=True))
             await eventually(lambda: engine.health().status == "stopping")
             gate.open()

@@ -26,6 +26,9 @@ VALUES = ("errors", "outputs", "sampling")
 """Plain values, which import nothing but each other."""
 
 # For each room, the rooms it may import besides itself and the plain values. What is not listed may import anything.
+VALUE_MODULES = ("text.structured_spec", "text.parts")
+"""Values that live in another room."""
+
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "outputs": (),
@@ -36,9 +39,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "observe": (),
     "cache": ("config", "devices.base", "models.base"),
     "scheduling": ("config", "cache", "models.base"),
-    "models": ("config", "attention", "cache.geometry", "execution.inputs", "text"),
-    "attention": ("config", "cache.geometry", "execution.inputs", "models.base"),
-    "bridge": ("scheduling.request",),
+    "kernels": ("cache.geometry", "execution.inputs"),
+    "models": ("config", "attention", "kernels", "cache.geometry", "execution.inputs", "text"),
+    "attention": ("config", "kernels", "cache.geometry", "execution.inputs", "models.base"),
+    "bridge": ("scheduling.request", "scheduling.edit"),
     "execution": (
         "config",
         "cache",
@@ -53,7 +57,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 
 # Nothing below the API knows the API, and nothing at all knows the command line.
-UPPER = {"engine", "batching", "prompts", "stream", "blocking", "serve"}
+UPPER = {"engine", "asking", "batching", "choices", "prompts", "stream", "blocking", "serve"}
 MAY_IMPORT_UPPER = UPPER | {"__init__", "cli", "testing"}
 
 FILES = python_files("cbengine")
@@ -96,7 +100,7 @@ def may_import(room: str, target: str) -> bool:
     if other == "cli" or (other in UPPER and room not in MAY_IMPORT_UPPER):
         return False
     if room in VALUES:
-        return other in VALUES
+        return other in VALUES or target.startswith(VALUE_MODULES)
     allowed = MAY_IMPORT.get(room)
     return allowed is None or any(target == place or target.startswith(place + ".") for place in allowed)
 
