@@ -26,9 +26,19 @@ from cbengine.errors import (
 from cbengine.observe.counters import EngineStats
 from cbengine.observe.health import EngineHealth
 from cbengine.options import RequestArguments, RequestOptions
-from cbengine.outputs import Completion, FinishReason, RequestMetrics, RequestStatus, Token, TokenLogprobs, Usage
+from cbengine.outputs import (
+    Completion,
+    FinishReason,
+    RequestMetrics,
+    RequestStatus,
+    Token,
+    TokenLogprobs,
+    ToolCall,
+    Usage,
+)
 from cbengine.sampling import SamplingParams
 from cbengine.stream import StreamView, TokenStream
+from cbengine.text.parts import ReasoningPart, TextPart, ToolCallPart
 from cbengine.text.structured_spec import StructuredSpec
 
 __all__ = [
@@ -50,6 +60,7 @@ __all__ = [
     "MemoryPlan",
     "PromptTooLongError",
     "QueueFullError",
+    "ReasoningPart",
     "RequestArguments",
     "RequestError",
     "RequestFailedError",
@@ -63,9 +74,12 @@ __all__ = [
     "StreamError",
     "StreamView",
     "StructuredSpec",
+    "TextPart",
     "Token",
     "TokenLogprobs",
     "TokenStream",
+    "ToolCall",
+    "ToolCallPart",
     "UnsupportedFeatureError",
     "Usage",
     "__version__",

@@ -20,6 +20,7 @@ from cbengine.prompts import Parsed, Prompt, PromptReader
 from cbengine.sampling import SamplingParams
 from cbengine.scheduling.request import Request
 from cbengine.stream import TokenStream
+from cbengine.text.answer_format import AnswerFormat
 
 
 @dataclass(slots=True)
@@ -32,6 +33,8 @@ class Ask:
     request_id: str | None
     index: int = 0
     add_special_tokens: bool = True
+    form: AnswerFormat | None = None
+    """How to tell the parts of the answer apart; None: it is text."""
 
 
 @dataclass(slots=True)
@@ -66,8 +69,9 @@ class Desk:
                 own = label if params.n == 1 else f"{label}[{choice}]"
                 request = self._request(sibling, own, theirs, options, parsed, port)
                 request.seed = derive_seed(seed, choice)
+                request.keep = ask.form.keep if ask.form is not None else frozenset()
                 request.parent = requests[0] if requests else None
-                streams.append(self._enter(request, parsed, ask.index))
+                streams.append(self._enter(request, parsed, ask))
                 requests.append(request)
         except Exception:
             for stream in streams:
@@ -110,7 +114,7 @@ class Desk:
             request.reader.ack = partial(self.worker.inbox.put, Read(number))
         return request
 
-    def _enter(self, request: Request, parsed: Parsed, index: int) -> TokenStream:
+    def _enter(self, request: Request, parsed: Parsed, ask: Ask) -> TokenStream:
         put = self.worker.inbox.put
         self.worker.registry.enter(request.id, request.label, parsed.tokens, partial(put, Submit(request)))
-        return TokenStream(request.reader, partial(put, Cancel(request.id)), index)
+        return TokenStream(request.reader, partial(put, Cancel(request.id)), ask.index, ask.form)

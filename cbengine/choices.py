@@ -9,6 +9,11 @@ from typing import NoReturn
 from cbengine.errors import StreamError
 from cbengine.outputs import Completion, FinishReason, RequestMetrics, RequestStatus, Token, Usage
 from cbengine.stream import StreamView, TokenStream
+from cbengine.text.parts import Part
+
+
+def _nothing() -> None:
+    pass
 
 
 class ChoicesStream(TokenStream):
@@ -21,7 +26,8 @@ class ChoicesStream(TokenStream):
     __slots__ = ("_children",)
 
     def __init__(self, children: Sequence[TokenStream], index: int = 0) -> None:
-        super().__init__(children[0]._buffer, self.cancel, index)
+        # Not self.cancel: a stream that refers to itself would not go when its last reference does.
+        super().__init__(children[0]._buffer, _nothing, index)
         self._children = tuple(children)
 
     @property
@@ -74,6 +80,11 @@ class ChoicesStream(TokenStream):
 
     def text(self) -> StreamView[str]:
         raise StreamError("the texts of several answers would be mixed; read `stream.choices[i].text()`, or the tokens")
+
+    def parts(self) -> StreamView[Part]:
+        raise StreamError(
+            "the parts of several answers would be mixed; read `stream.choices[i].parts()`, or the tokens"
+        )
 
     def chunks(self) -> StreamView[str]:
         raise StreamError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -100,6 +101,9 @@ class EngineConfig:
         _integer(self, "page_size", 4)
         for name in ("max_model_len", "num_blocks", "max_batch_tokens", "max_requests_per_batch", "num_threads"):
             _integer(self, name, 1, optional=True)
+        most = 8 * (os.cpu_count() or 8)
+        few = self.num_threads is None or self.num_threads <= most
+        _check(few, ValueError, "num_threads", self, f"at most {most}, eight for each core of this machine")
         _integer(self, "seed", 0, optional=True)
         _integer(self, "max_queue_size", 0)
         _integer(self, "max_queued_tokens", 0)

@@ -38,6 +38,7 @@ from cbengine.outputs import Completion
 from cbengine.prompts import Prompt, PromptReader
 from cbengine.sampling import SamplingParams
 from cbengine.stream import TokenStream
+from cbengine.text.answer_format import AnswerFormat, answer_format
 from cbengine.text.base import Tokenizer
 
 
@@ -257,11 +258,12 @@ class AsyncEngine:
         *,
         index: int = 0,
         add_special_tokens: bool = True,
+        form: AnswerFormat | None = None,
     ) -> TokenStream:
         try:
             desk = self._desk(self._running())
             return desk.accept(
-                Ask(prompt, params, arguments, request_id, index, add_special_tokens), self._ports.current()
+                Ask(prompt, params, arguments, request_id, index, add_special_tokens, form), self._ports.current()
             )
         except CBEngineError as error:
             if error.request_id is None and isinstance(request_id, str):
@@ -276,6 +278,8 @@ class AsyncEngine:
         tools: Sequence[Any] | None = None,
         request_id: str | None = None,
         continue_final_message: bool = False,
+        reasoning: str | None = "auto",
+        tool_format: str | None = "auto",
         template_options: Mapping[str, Any] | None = None,
         **arguments: Unpack[RequestArguments],
     ) -> TokenStream:
@@ -285,6 +289,10 @@ class AsyncEngine:
             messages: mappings with `role` and `content`, as for `apply_chat_template` of a transformers tokenizer.
             tools: function schemas or callables, for templates that know tools.
             continue_final_message: go on with the last message, which is the assistant's, instead of answering it.
+            reasoning: how the model marks its reasoning ("think", "mistral"; None: it does not), for `stream.parts()`.
+                Default: what its template says.
+            tool_format: how it writes tool calls ("hermes", "llama3", "mistral"; None: they are text). Default: what its
+                template says, if there are tools.
             template_options: further arguments of the template (`enable_thinking=False`, …).
 
         Raises:
@@ -298,7 +306,8 @@ class AsyncEngine:
         if continue_final_message:
             options["continue_final_message"] = True
         text = self.tokenizer.apply_chat_template(messages, **options)
-        return self._stream(text, params, request_id, arguments, add_special_tokens=False)
+        form = answer_format(self.tokenizer, text, reasoning, tool_format, with_tools=bool(tools))
+        return self._stream(text, params, request_id, arguments, add_special_tokens=False, form=form)
 
     async def generate(
         self,

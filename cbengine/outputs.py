@@ -6,6 +6,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from cbengine.text.parts import Part, ReasoningPart, TextPart, ToolCallPart
+
 
 class FinishReason(str, enum.Enum):
     """Why a generation ended. A `str`, so that `reason == "stop"` holds and JSON needs no help."""
@@ -118,6 +120,16 @@ class RequestMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON text as the model wrote it, which need not be valid."""
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """A whole answer."""
 
@@ -139,6 +151,33 @@ class Completion:
     """For each token the likeliest (token id, logprob) pairs, if logprobs were asked for."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """One a token of the prompt, None for its first, if they were asked for."""
+    parts: tuple[Part, ...] = ()
+    """Of an answer in a chat: its text, reasoning and tool calls told apart, in order. `text` has all of it as it came."""
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tool calls of an answer in a chat, whole."""
+        names = {p.index: p for p in self.parts if isinstance(p, ToolCallPart) and p.name is not None}
+        return tuple(
+            ToolCall(
+                head.id or "",
+                head.name or "",
+                "".join(p.arguments_delta for p in self.parts if isinstance(p, ToolCallPart) and p.index == index),
+            )
+            for index, head in names.items()
+        )
+
+    @property
+    def content(self) -> str:
+        """The text without reasoning and tool calls; all of it for what was no chat."""
+        if not self.parts:
+            return self.text
+        return "".join(part.text for part in self.parts if isinstance(part, TextPart))
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning of an answer in a chat."""
+        return "".join(part.text for part in self.parts if isinstance(part, ReasoningPart))
 
     def __str__(self) -> str:
         return self.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -11,6 +12,9 @@ import anyio
 from cbengine.bridge.buffer import StreamBuffer
 from cbengine.errors import StreamClosedError, StreamConsumedError, StreamError
 from cbengine.outputs import Completion, FinishReason, RequestMetrics, RequestStatus, Token, Usage
+from cbengine.text.answer_format import AnswerFormat
+from cbengine.text.parts import Part
+from cbengine.text.reasoning import AnswerParser
 
 _CLOSE_TIMEOUT = 10.0
 """Seconds that `aclose` waits for the engine's word; the request is cancelled in any case."""
@@ -39,15 +43,19 @@ class TokenStream:
         "_closed",
         "_cursor",
         "_exhausted",
+        "_form",
         "_index",
         "_left",
         "_reading",
     )
 
-    def __init__(self, buffer: StreamBuffer, cancel: Callable[[], None], index: int = 0) -> None:
+    def __init__(
+        self, buffer: StreamBuffer, cancel: Callable[[], None], index: int = 0, form: AnswerFormat | None = None
+    ) -> None:
         self._buffer = buffer
         self._cancel = cancel
         self._index = index
+        self._form = form
         self._cursor = 0
         self._left = False  # cancel() was called, or the reader has gone
         self._cancelled = False  # and the answer had not ended by then, as far as was known here
@@ -127,6 +135,14 @@ class TokenStream:
         """Everything that is ready, joined, each time: for web sockets and slow readers. Never an empty string."""
         return StreamView(self, self._next_chunk)
 
+    def parts(self) -> StreamView[Part]:
+        """An answer in a chat as it comes, its text, reasoning and tool calls told apart (see `AsyncEngine.chat`).
+
+        Only what may still be a mark is held back. Of any other stream, all is text.
+        """
+        form = self._form or AnswerFormat()
+        return StreamView(self, _PartReader(self, form.parser()).next)
+
     async def _next_text(self) -> str:
         while True:
             token = await self.__anext__()
@@ -185,6 +201,7 @@ class TokenStream:
             usage=self.usage,
             metrics=self.metrics,
             index=self._index,
+            parts=() if self._form is None else self._form.parse(self.text_so_far),
             prompt_logprobs=(None, *buffer.prompt_logprobs) if buffer.prompt_logprobs else None,
             logprobs=tuple(report.logprob for report in buffer.logprobs) if buffer.logprobs else None,
             top_logprobs=tuple(report.top for report in buffer.logprobs) if buffer.logprobs else None,
@@ -304,6 +321,28 @@ class TokenStream:
 
     def __repr__(self) -> str:
         return f"<TokenStream {self.request_id!r} {self.status.value}, {len(self._buffer.ids)} tokens>"
+
+
+class _PartReader:
+    """Reads a stream through a parser."""
+
+    def __init__(self, stream: TokenStream, parser: AnswerParser) -> None:
+        self._stream = stream
+        self._parser: AnswerParser | None = parser
+        self._ready: deque[Part] = deque()
+
+    async def next(self) -> Part:
+        while not self._ready:
+            if self._parser is None:
+                raise StopAsyncIteration
+            try:
+                token = await self._stream.__anext__()
+            except StopAsyncIteration:
+                self._ready.extend(self._parser.flush())
+                self._parser = None
+            else:
+                self._ready.extend(self._parser.push(token.text))
+        return self._ready.popleft()
 
 
 class StreamView(Generic[T_co]):

@@ -66,6 +66,8 @@ class Stop:
     """End the loop: at once, with an error for every open stream, or after everything accepted has finished (`drain`)."""
 
     drain: bool
+    silent: bool = False
+    """The process is exiting: tell no reader. Those that are left run in daemon threads, which would only print it."""
 
 
 Command = Submit | Tokenized | Cancel | Read | Pause | Resume | Stop

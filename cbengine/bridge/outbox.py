@@ -52,6 +52,8 @@ class Outbox:
     def __init__(self) -> None:
         self._pending: dict[LoopPort, list[Delivery]] = {}
         self._gone: set[LoopPort] = set()
+        self.muted = False
+        """Post nothing any more."""
         self.wakeups = 0
         """Posts to event loops so far."""
 
@@ -78,6 +80,8 @@ class Outbox:
 
     def _add(self, reader: StreamBuffer, delivery: Delivery) -> None:
         port = reader.port
+        if self.muted:
+            return
         if port.closed:
             # Known already, perhaps from another thread's post, or from before this request was taken in.
             self._gone.add(port)

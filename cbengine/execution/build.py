@@ -55,7 +55,7 @@ def build(
     device: Device,
     inbox: Inbox,
     registry: Registry,
-    make_detokenizer: Callable[[], object] | None,
+    make_detokenizer: Callable[..., object] | None,
     sampler: Sampler = sample,
 ) -> Built:
     """Allocate the cache and the slots, and wire the parts.
@@ -98,7 +98,7 @@ def _parts(
     device: Device,
     inbox: Inbox,
     registry: Registry,
-    make_detokenizer: Callable[[], object] | None,
+    make_detokenizer: Callable[..., object] | None,
     sampler: Sampler,
 ) -> LoopParts:
     # Twice as many rows as a batch can hold: a row that waits for its fence (I11) must not keep a newcomer out.

@@ -50,7 +50,7 @@ class LoopParts:
     counters: Counters
     requests: dict[int, Request]
     """All living requests."""
-    make_detokenizer: Callable[[], object] | None
+    make_detokenizer: Callable[..., object] | None
 
 
 class StepLoop:
@@ -82,9 +82,14 @@ class StepLoop:
             if self.stopped:
                 return
             if not busy:
-                command = self.parts.inbox.wait(self._deadlines.wait())
-                if command is not None:
-                    self._handle(command)
+                self._sleep()
+
+    def _sleep(self) -> None:
+        """Wait for a command, or the next deadline. A frame of its own: while the engine sleeps, nothing refers to the
+        request that came last."""
+        command = self.parts.inbox.wait(self._deadlines.wait())
+        if command is not None:
+            self._handle(command)
 
     def turn(self) -> bool:
         """One cycle. False if there was nothing to do, so that only a command can bring more."""
@@ -126,7 +131,8 @@ class StepLoop:
                 self._pause_replies.append(done)
             case Resume():
                 self._pauses = max(0, self._pauses - 1)
-            case Stop(drain):
+            case Stop(drain, silent):
+                self.parts.outbox.muted = silent
                 self._stop(drain)
 
     def _submit(self, request: Request) -> None:
@@ -138,7 +144,8 @@ class StepLoop:
             return
         if parts.make_detokenizer is not None:
             try:
-                request.detokenizer = parts.make_detokenizer()
+                make = parts.make_detokenizer
+                request.detokenizer = make(request.keep) if request.keep else make()
                 params = request.params
                 if params.stop:
                     include, after = params.include_stop_str_in_output, params.min_new_tokens

@@ -251,6 +251,6 @@ def _stop_at_exit(worker: Worker) -> None:
 def _stop_all() -> None:
     workers = list(_alive)
     for worker in workers:
-        worker.inbox.put(Stop(drain=False))
+        worker.inbox.put(Stop(drain=False, silent=True))
     for worker in workers:
         worker.join(timeout=2.0)

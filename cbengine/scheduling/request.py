@@ -58,6 +58,8 @@ class Request:
     """Number of tokens, prompt included, at which it ends by length."""
     stop_ids: frozenset[int] = frozenset()
     detokenizer: Any = None
+    keep: frozenset[int] = frozenset()
+    """Special tokens that have text in its answer."""
     edit: LogitEdit | None = None
     stops: StopMatcher | None = None
     """Finds its stop strings, if it has any."""

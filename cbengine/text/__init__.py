@@ -1,1 +1,1 @@
-"""Text and token ids: tokenizing, incremental detokenization, chat templates."""
+"""Text and token ids: tokenizing, detokenization, chat templates, stop strings, grammars, the parts of an answer."""

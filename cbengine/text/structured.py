@@ -141,7 +141,7 @@ class GrammarCompiler:
         probe = matcher.deep_copy()
         probe.compute_bitmask()  # also fills the caches that all answers of this grammar share
         if probe.is_error():
-            reason = probe.get_error().splitlines()[0]
+            reason = probe.get_error().partition("\n")[0]
             if reason.startswith("NoExtension"):
                 reason = "no text at all fulfils it"
             raise InvalidRequestError(_refused(spec, reason))
@@ -218,7 +218,7 @@ class GrammarState:
         if not self._matcher.is_error():
             return None
         self._grammar.spent = True
-        reason = self._matcher.get_error().splitlines()[0]
+        reason = self._matcher.get_error().partition("\n")[0]
         return RequestFailedError(f"the answer's grammar cannot go on: {reason}")
 
 

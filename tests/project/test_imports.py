@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "bridge",
         "observe",
     ),
-    "stream": ("bridge",),
+    "stream": ("bridge", "text"),
 }
 
 # Nothing below the API knows the API, and nothing at all knows the command line.
