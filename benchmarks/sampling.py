@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,11 +74,11 @@ def theirs(logits: torch.Tensor, kind: str) -> Callable[[], object]:
 
     if kind == "greedy":
         return lambda: logits.float().argmax(-1)
-    said = torch.arange(200).repeat(len(logits), 1)
+    said: Any = torch.arange(200).repeat(len(logits), 1)
     if kind == "penalties":
         penalty = RepetitionPenaltyLogitsProcessor(1.2)
         return lambda: penalty(said, logits.float().clone()).argmax(-1)
-    warpers = [TemperatureLogitsWarper(0.8)]
+    warpers: list[Any] = [TemperatureLogitsWarper(0.8)]
     if kind == "top-p 0.9":
         warpers.append(TopPLogitsWarper(0.9))
     if kind == "top-k 50":

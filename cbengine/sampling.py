@@ -116,9 +116,7 @@ class SamplingParams:
                 raise InvalidRequestError(
                     "allowed_token_ids is empty, so that no token could be drawn; None allows all"
                 )
-        structured: object = self.structured
-        if not isinstance(structured, (StructuredSpec, type(None))):
-            raise InvalidRequestError(f"structured must be a StructuredSpec or None, got {structured!r:.80}")
+        _instance("structured", self.structured, StructuredSpec)
         put("n", _integer("n", self.n, low=1, high=MAX_CHOICES))
         for name in ("logprobs", "prompt_logprobs"):
             put(name, _integer(name, getattr(self, name), high=MAX_LOGPROBS, optional=True))
@@ -177,6 +175,11 @@ def _integer(name: str, value: object, *, low: int = 0, high: int | None = None,
         allowed = f"at least {low}" if high is None else f"from {low} to {high}"
         raise InvalidRequestError(f"{name} must be {allowed}, got {value!r}")
     return number
+
+
+def _instance(name: str, value: object, kind: type) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise InvalidRequestError(f"{name} must be a {kind.__name__} or None, got {value!r:.80}")
 
 
 def _flag(name: str, value: object) -> None:

@@ -315,6 +315,11 @@ class StepLoop:
             self._handle(command)
         self.parts.outbox.flush()
 
+    def dismantle(self) -> None:
+        """Nothing runs any more: undo the callbacks, which tie the parts into a cycle. Without it the cache's memory goes
+        the moment that the last reference does, and not when the garbage collector comes by."""
+        del self.parts.lifecycle.on_change, self.parts.lifecycle.on_requeue, self.parts.outbox.on_closed
+
     def abandon(self, error: Callable[[str], Exception]) -> None:
         """The engine is dead: tell every reader, once, and touch nothing else, for nothing else can be relied on."""
         parts = self.parts

@@ -10,6 +10,7 @@ import atexit
 import enum
 import logging
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -184,6 +185,8 @@ class Worker:
             try:
                 self._release(device)
             finally:
+                if fault is not None:
+                    traceback.clear_frames(fault.__traceback__)  # errors are kept by who gets them; the cache must not be
                 self._set_state(WorkerState.ENDED)  # whatever went wrong: somebody waits for it
 
     def _release(self, device: Device | None) -> None:
@@ -206,6 +209,7 @@ class Worker:
                 logger.warning("while the engine ended, cleaning up failed", exc_info=True)
         if built is not None:
             self.last_stats = final_snapshot(built.loop.parts)
+            built.loop.dismantle()
             self.built = None  # and with it the cache's memory
 
     def _set_state(self, state: WorkerState) -> None:

@@ -19,7 +19,7 @@ logger = logging.getLogger("cbengine")
 _i32, _i64, _f32, _ptr = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 # Values of the enumerations in cpu/*.h.
-F32, BF16, F16 = 0, 1, 2
+F32, BF16, F16, CODES4, CODES8, CODES8_SHORT = 0, 1, 2, 3, 4, 5
 WHOLE, GATE, UP = 0, 1, 2
 STORE, ADD, GATED = 0, 1, 2
 EMBED, NORM, PRODUCT, ROPE, ATTEND = 0, 1, 2, 3, 4

@@ -11,15 +11,23 @@ from cbengine.kernels import library as lib
 from cbengine.kernels.library import Library
 from cbengine.kernels.team import address, check, pointer, team_of_thread
 
-_FORMATS = (lib.BF16, lib.F16, lib.F32)
-"""In the order in which they are tried: bfloat16 is the fastest to read, and float32 holds everything."""
+_FORMATS = {
+    lib.BF16: "bfloat16",
+    lib.F16: "float16",
+    lib.CODES4: "4 bits in groups of 32",
+    lib.CODES8: "8 bits in groups of 32",
+    lib.CODES8_SHORT: "8 bits in groups of 16",
+    lib.F32: "float32",
+}
+"""In the order in which they are tried; float32 holds everything."""
 
 
 class PackedMatrix:
     """The weight and bias of one linear layer, or of several side by side that have the same input.
 
-    The weights are kept as bfloat16 or float16 if every one of them is exactly representable, else as float32; arithmetic is
-    float32. A product's row does not depend, bit by bit, on the other rows, on their number, or on the number of threads.
+    The weights are kept in the first of these that holds every one of them exactly: bfloat16, float16, small integers with
+    a scale and an offset for each group (what most quantised checkpoints unpack to), float32. Arithmetic is float32. A
+    product's row does not depend, bit by bit, on the other rows, on their number, or on the number of threads.
 
     Args:
         weights: float32 [n_i, depth] each. They are put side by side; with `gated` they are two of the same shape, the gate
@@ -50,8 +58,8 @@ class PackedMatrix:
 
     @property
     def format_name(self) -> str:
-        """"bfloat16", "float16" or "float32"."""
-        return {lib.F32: "float32", lib.BF16: "bfloat16", lib.F16: "float16"}[self.structure.format]
+        """How the weights are kept, for people."""
+        return _FORMATS[self.structure.format]
 
     @property
     def nbytes(self) -> int:
@@ -70,15 +78,12 @@ class PackedMatrix:
             size = self.library.packed_bytes(self.columns, self.depth, kind, self.gated)
             data = torch.zeros(size, dtype=torch.uint8)
             self.structure.data = address(data)
-            if all(
+            if size and all(
                 self.library.pack(pointer(self.structure), address(data), address(weight), *part)
                 for weight, part in zip(weights, self._parts(), strict=True)
             ):
-                break
-        else:
-            # A NaN equals nothing, itself included. It is kept as it is.
-            assert self.structure.format == lib.F32
-        return data
+                return data
+        raise AssertionError("float32 holds everything")
 
     def _pack_bias(self, biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         if all(bias is None for bias in biases):

@@ -41,8 +41,8 @@ class FakeTokenizer:
         """One character for each id that is not special. Raises `IndexError` for an id out of the vocabulary."""
         return "".join(map(self._texts.__getitem__, ids))
 
-    def detokenizer(self) -> FakeDetokenizer:
-        """The text of one growing answer."""
+    def detokenizer(self, keep: frozenset[int] = frozenset()) -> FakeDetokenizer:
+        """The text of one growing answer. Special ids have no character, so `keep` changes nothing."""
         return FakeDetokenizer(self)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:

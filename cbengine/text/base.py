@@ -29,7 +29,9 @@ class Tokenizer(Protocol):
         """The whole text at once, special tokens skipped: what the joined texts of a stream must equal."""
         ...
 
-    def detokenizer(self) -> IncrementalDetokenizer: ...
+    def detokenizer(self, keep: frozenset[int] = frozenset()) -> IncrementalDetokenizer:
+        """The text of one new answer. `keep`: special tokens that have text in it (marks of tool calls and the like)."""
+        ...
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The prompt text of a conversation (to be encoded without further special tokens)."""

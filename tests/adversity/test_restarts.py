@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cbengine import AsyncEngine
+from cbengine import AsyncEngine, EngineDeadError
+from cbengine.devices.base import DeviceLostError
+from cbengine.execution.inputs import StepInputs
 from cbengine.testing import FakeModel
 from tests.adversity.census import PER_REQUEST, PER_RUN, living, resident, threads
 from tests.api.fakes import fake_engine, prompt
@@ -51,26 +56,65 @@ async def test_engines_one_after_the_other_over_one_model() -> None:
     assert living(*PER_REQUEST, *PER_RUN) == {}
 
 
+def _large() -> AsyncEngine:
+    return fake_engine(FakeModel(max_model_len=2**20), page_size=256, num_blocks=6000)
+
+
+def _fill_pool(engine: AsyncEngine) -> weakref.ref[Any]:
+    """Make the cache resident; returns a weak reference to it."""
+    assert engine._worker is not None and engine._worker.built is not None
+    pool = engine._worker.built.pool
+    pool.fill_(1)
+    assert pool.nbytes > 40 * MIB
+    return weakref.ref(pool)
+
+
+@contextlib.contextmanager
+def _no_collector() -> Iterator[None]:
+    """Inside, memory goes with the last reference or not at all."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 @aio("asyncio")
-async def test_the_cache_is_given_back(record_property: pytest.RecordProperty) -> None:
-    engine = fake_engine(FakeModel(max_model_len=2**20), page_size=256, num_blocks=6000)
+async def test_the_cache_is_given_back_by_every_stop(record_property: pytest.RecordProperty) -> None:
+    engine = _large()
     sizes: list[int] = []
     for _ in range(5):
         await engine.start()
-        assert engine._worker is not None and engine._worker.built is not None
-        pool = engine._worker.built.pool
-        pool.fill_(1)  # so that it is resident
-        assert pool.nbytes > 30 * MIB
+        pool = _fill_pool(engine)
+        await engine.generate(prompt(9), max_new_tokens=6)
         sizes.append(resident())
-        gone = weakref.ref(pool)
-        del pool
-        await engine.stop()
-        await eventually(lambda gone=gone: gone() is None)
+        with _no_collector():
+            await engine.stop()
+            await eventually(lambda pool=pool: pool() is None)
     await engine.aclose()
     record_property("resident_mib", [size // MIB for size in sizes])
     print([size // MIB for size in sizes])
-    # Five caches of over 30 MiB each, if they were kept.
-    assert sizes[-1] - sizes[0] < 100 * MIB
+    assert sizes[-1] - sizes[0] < 4 * 40 * MIB  # as it would be if they were kept
+
+
+@aio("asyncio")
+async def test_the_cache_is_given_back_by_an_engine_that_died_whoever_keeps_its_error() -> None:
+    engine = _large()
+
+    def fault(inputs: StepInputs) -> None:
+        raise DeviceLostError("planted")
+
+    await engine.start()
+    pool = _fill_pool(engine)
+    engine._model.fault = fault
+    with _no_collector():
+        with pytest.raises(EngineDeadError) as caught:
+            await engine.generate(prompt(9), max_new_tokens=6)
+        await eventually(lambda: engine.health().status == "dead")
+        await eventually(lambda: pool() is None)
+    assert caught.value.__cause__ is engine.health().error
+    assert caught.value.__cause__.__traceback__ is not None
+    await engine.aclose()
 
 
 @aio("asyncio")

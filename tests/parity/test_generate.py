@@ -32,7 +32,9 @@ def prompts(smollm2: Path) -> list[list[int]]:
     return [ids[7 * i : 7 * i + length] for i, length in enumerate(LENGTHS)]
 
 
-def serve(model: Any, prompts: Sequence[Sequence[int]], *, alone: bool = False, **settings: Any) -> tuple[list[list[int]], EngineStats]:
+def serve(
+    model: Any, prompts: Sequence[Sequence[int]], *, alone: bool = False, **settings: Any
+) -> tuple[list[list[int]], EngineStats]:
     """Greedy answers of an engine with these settings, to all prompts at once or one after the other."""
 
     async def main() -> tuple[list[list[int]], EngineStats]:
@@ -72,9 +74,7 @@ def test_smollm2_alone(smollm2: Path, prompts: list[list[int]], expected: list[l
 
 
 @pytest.mark.timeout(300)
-def test_smollm2_preempted_again_and_again(
-    smollm2: Path, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
+def test_smollm2_preempted_again_and_again(smollm2: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
     # Room for the longest prompt and little more, in pages of 4 tokens that are soon full.
     short = [i for i, prompt in enumerate(prompts) if len(prompt) <= 129]
     answers, stats = serve(

@@ -44,7 +44,7 @@ changed = {key: [str(before[key]), str(after[key])] for key in before if before[
 print(json.dumps({"changed": changed, "modules": sorted(set(sys.modules) - modules)}))
 """
 
-OPTIONAL = ("accelerate", "flash_attn", "gguf", "rich", "trio", "uvloop")
+OPTIONAL = ("accelerate", "flash_attn", "gguf", "jsonschema", "llguidance", "rich", "trio", "uvloop")
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,8 @@
 #include "matrix.h"
 
+#include <type_traits>
+
+#include "codes.h"
 #include "tile.h"
 
 namespace cb {
@@ -8,18 +11,42 @@ namespace {
 
 constexpr long ROW_GROUP = 9 * MRMAX;  // rows that stay in the core's cache while panels pass
 constexpr long DEPTH_CHUNK = 256;      // longest chain of additions; partial sums are added up in order
-constexpr int MAX_TILE = MRMAX * NR > 8 * NR ? MRMAX * NR : 8 * NR;
+constexpr int DIRECT_ROWS = VW == 16 ? 10 : 3;  // up to so many rows, codes are unpacked in registers
+
+typedef Affine<4, 32> Codes4;
+typedef Affine<8, 32> Codes8;
+typedef Affine<8, 16> Codes8Short;
+
+template <class W>
+struct is_affine : std::false_type {};
+template <int BITS, int GROUP>
+struct is_affine<Affine<BITS, GROUP>> : std::true_type {};
+
+template <class F>
+auto with_format(int32_t format, const F& f) {
+  switch (format) {
+    case FORMAT_BF16: return f(BF16{});
+    case FORMAT_F16: return f(F16{});
+    case FORMAT_CODES4: return f(Codes4{});
+    case FORMAT_CODES8: return f(Codes8{});
+    case FORMAT_CODES8_SHORT: return f(Codes8Short{});
+    default: return f(F32{});
+  }
+}
 
 int64_t panels(int64_t columns, int32_t gated) {
   const int64_t width = gated ? NR / 2 : NR;
   return (columns + width - 1) / width;
 }
 
-template <class F>
-auto with_format(int32_t format, const F& f) {
-  if (format == FORMAT_BF16) return f(BF16{});
-  if (format == FORMAT_F16) return f(F16{});
-  return f(F32{});
+// One panel, and one column of it, in either kind of format.
+template <class W>
+const typename W::Word* panel_of(const void* data, int64_t panel, int64_t depth) {
+  return static_cast<const typename W::Word*>(data) + panel * NR * depth;
+}
+template <class A>
+const typename A::Block* groups_of(const void* data, int64_t panel, int64_t depth) {
+  return static_cast<const typename A::Block*>(data) + panel * (depth / A::GROUP);
 }
 
 // Panel and column in it of a column of one part of the matrix.
@@ -27,6 +54,52 @@ inline void locate(int64_t column, int32_t part, int64_t* panel, int* in_panel) 
   const int64_t width = part == PART_WHOLE ? NR : NR / 2;
   *panel = column / width;
   *in_panel = (int)(column % width) + (part == PART_UP ? NR / 2 : 0);
+}
+
+template <class W>
+bool pack_column(void* data, int64_t depth, int64_t panel, int column, const float* from) {
+  if constexpr (is_affine<W>::value) {
+    auto* groups = const_cast<typename W::Block*>(groups_of<W>(data, panel, depth));
+    for (int64_t g = 0; g < depth / W::GROUP; ++g) {
+      Coding coding;
+      uint8_t codes[W::GROUP];
+      if (!find_coding(from + g * W::GROUP, W::GROUP, W::CODES - 1, &coding, codes)) return false;
+      groups[g].scale[column] = coding.scale;
+      groups[g].offset[column] = coding.offset;
+      for (int i = 0; i < W::GROUP / W::PER_WORD; ++i) {
+        uint32_t word = 0;
+        for (int k = 0; k < W::PER_WORD; ++k) word |= (uint32_t)codes[i * W::PER_WORD + k] << (k * W::BITS);
+        groups[g].words[i][column] = word;
+      }
+    }
+    return true;
+  } else {
+    auto* to = const_cast<typename W::Word*>(panel_of<W>(data, panel, depth)) + W::slot(column);
+    bool exact = true;
+    for (int64_t k = 0; k < depth; ++k) {
+      const auto word = W::of(from[k]);
+      exact &= std::is_same<W, F32>::value || W::back(word) == from[k];
+      to[k * NR] = word;
+    }
+    return exact;
+  }
+}
+
+template <class W>
+void unpack_column(const void* data, int64_t depth, int64_t panel, int column, float scale, float* to) {
+  if constexpr (is_affine<W>::value) {
+    const auto* groups = groups_of<W>(data, panel, depth);
+    for (int64_t k = 0; k < depth; ++k) {
+      const auto& block = groups[k / W::GROUP];
+      const int in_group = (int)(k % W::GROUP);
+      const uint32_t word = block.words[in_group / W::PER_WORD][column];
+      const uint32_t code = word >> (in_group % W::PER_WORD * W::BITS) & (W::CODES - 1);
+      to[k] = (block.offset[column] + block.scale[column] * (float)code) * scale;
+    }
+  } else {
+    const auto* from = panel_of<W>(data, panel, depth) + W::slot(column);
+    for (int64_t k = 0; k < depth; ++k) to[k] = W::back(from[k * NR]) * scale;
+  }
 }
 
 inline vf activate(vf x, int32_t activation) {
@@ -44,7 +117,7 @@ inline vf finish(const Product& g, vf x, const float* out, int width) {
   return x;
 }
 
-// A tile's columns, which begin at column `panel` * NR of the matrix, into the output.
+// A tile into the output: `rows` rows, and the columns of `panel_count` panels from panel `panel` on.
 void write_tile(const Product& g, const float* tile, long ldt, long row, int rows, int64_t panel, int panel_count) {
   const bool gated = g.matrix.gated;
   const int steps = gated ? NV / 2 : NV;  // vectors of output for each panel
@@ -72,35 +145,69 @@ void write_tile(const Product& g, const float* tile, long ldt, long row, int row
   }
 }
 
-template <class W, int P>
-void rows_by_panels(const Product& g, long row, int rows, int64_t panel, float* tile) {
-  typedef typename W::Word Word;
+// One member's memory.
+struct Scratch {
+  float tiles[ROW_GROUP * NR];
+  float panel[DEPTH_CHUNK * NR];  // unpacked codes
+};
+
+// Rows [row, end) times one panel. The chunk of the panel stays in the nearest cache while the blocks of rows pass.
+template <class W>
+void one_panel(const Product& g, long row, long end, int64_t panel, Scratch& s) {
   const long depth = g.matrix.depth, chunks = (depth + DEPTH_CHUNK - 1) / DEPTH_CHUNK;
-  const Word* b = static_cast<const Word*>(g.matrix.data) + panel * NR * depth;
-  const float* a = g.x + row * g.x_stride;
-  with_rows < P == 1 ? MRMAX : 4 / P > (rows, [&](auto mr) {
-    for (long i = 0; i < chunks; ++i) {
-      const long from = depth * i / chunks, to = depth * (i + 1) / chunks;
-      tile_product<W, mr.value, P>(a + from, g.x_stride, b + from * NR, NR * depth, to - from, i > 0, tile, P * NR);
+  const RowBlocks blocks(end - row);
+  for (long i = 0; i < chunks; ++i) {
+    const long from = i * DEPTH_CHUNK, to = from + DEPTH_CHUNK < depth ? from + DEPTH_CHUNK : depth;
+    const float* x = g.x + row * g.x_stride + from;
+    if constexpr (is_affine<W>::value) {
+      const auto* groups = groups_of<W>(g.matrix.data, panel, depth) + from / W::GROUP;
+      if (end - row <= DIRECT_ROWS) {
+        with_rows<DIRECT_ROWS>((int)(end - row), [&](auto mr) {
+          affine_product<W, mr.value>(x, g.x_stride, groups, (to - from) / W::GROUP, i > 0, s.tiles, NR);
+        });
+        continue;
+      }
+      affine_unpack<W>(groups, (to - from) / W::GROUP, s.panel);
+      for (long b = 0; b < blocks.count; ++b)
+        with_rows((int)(blocks.cut(b + 1) - blocks.cut(b)), [&](auto mr) {
+          tile_product<F32, mr.value, 1>(x + blocks.cut(b) * g.x_stride, g.x_stride, s.panel, 0, to - from, i > 0,
+                                         s.tiles + blocks.cut(b) * NR, NR);
+        });
+    } else {
+      const auto* weights = panel_of<W>(g.matrix.data, panel, depth) + from * NR;
+      for (long b = 0; b < blocks.count; ++b)
+        with_rows((int)(blocks.cut(b + 1) - blocks.cut(b)), [&](auto mr) {
+          tile_product<W, mr.value, 1>(x + blocks.cut(b) * g.x_stride, g.x_stride, weights, 0, to - from, i > 0,
+                                       s.tiles + blocks.cut(b) * NR, NR);
+        });
     }
-  });
-  write_tile(g, tile, P * NR, row, rows, panel, P);
+  }
+  write_tile(g, s.tiles, NR, row, (int)(end - row), panel, 1);
+}
+
+// One or two rows and P panels at once, for enough additions that do not wait for each other.
+template <class W, int MR, int P>
+void several_panels(const Product& g, long row, int64_t panel, Scratch& s) {
+  const long depth = g.matrix.depth, chunks = (depth + DEPTH_CHUNK - 1) / DEPTH_CHUNK;
+  const auto* weights = panel_of<W>(g.matrix.data, panel, depth);
+  for (long i = 0; i < chunks; ++i) {
+    const long from = i * DEPTH_CHUNK, to = from + DEPTH_CHUNK < depth ? from + DEPTH_CHUNK : depth;
+    tile_product<W, MR, P>(g.x + row * g.x_stride + from, g.x_stride, weights + from * NR, NR * depth, to - from, i > 0,
+                           s.tiles, P * NR);
+  }
+  write_tile(g, s.tiles, P * NR, row, MR, panel, P);
 }
 
 // Rows [row, end) times panels [panel, stop).
 template <class W>
-void block(const Product& g, long row, long end, int64_t panel, int64_t stop, float* tile) {
-  const RowBlocks blocks(end - row);
-  // One or two rows need several panels at once, for enough additions that do not wait for each other.
-  if (end - row == 1)
-    for (; panel + 4 <= stop; panel += 4) rows_by_panels<W, 4>(g, row, 1, panel, tile);
-  if (end - row == 2)
-    for (; panel + 2 <= stop; panel += 2) rows_by_panels<W, 2>(g, row, 2, panel, tile);
-  for (; panel < stop; ++panel)
-    for (long i = 0; i < blocks.count; ++i) {
-      const long at = row + blocks.cut(i);
-      rows_by_panels<W, 1>(g, at, (int)(row + blocks.cut(i + 1) - at), panel, tile);
-    }
+void block(const Product& g, long row, long end, int64_t panel, int64_t stop, Scratch& s) {
+  if constexpr (!is_affine<W>::value) {
+    if (end - row == 1)
+      for (; panel + 4 <= stop; panel += 4) several_panels<W, 1, 4>(g, row, panel, s);
+    if (end - row == 2)
+      for (; panel + 2 <= stop; panel += 2) several_panels<W, 2, 2>(g, row, panel, s);
+  }
+  for (; panel < stop; ++panel) one_panel<W>(g, row, end, panel, s);
 }
 
 }  // namespace
@@ -108,49 +215,47 @@ void block(const Product& g, long row, long end, int64_t panel, int64_t stop, fl
 int64_t panels_of(const Matrix& matrix) { return panels(matrix.columns, matrix.gated); }
 
 int64_t packed_bytes(int64_t columns, int64_t depth, int32_t format, int32_t gated) {
-  return panels(columns, gated) * NR * depth * (format == FORMAT_F32 ? 4 : 2);
+  return with_format(format, [&](auto kind) -> int64_t {
+    typedef decltype(kind) W;
+    if constexpr (is_affine<W>::value)
+      return depth % W::GROUP ? 0 : panels(columns, gated) * (depth / W::GROUP) * (int64_t)sizeof(typename W::Block);
+    else
+      return panels(columns, gated) * NR * depth * (int64_t)sizeof(typename W::Word);
+  });
 }
 
 bool pack(const Matrix& matrix, void* data, const float* source, int64_t first, int64_t count, int32_t part) {
   return with_format(matrix.format, [&](auto format) {
-    typedef decltype(format) W;
-    bool exact = true;
     for (int64_t i = 0; i < count; ++i) {
       int64_t panel;
       int column;
       locate(first + i, part, &panel, &column);
-      auto* to = static_cast<typename W::Word*>(data) + panel * NR * matrix.depth + W::slot(column);
-      const float* from = source + i * matrix.depth;
-      for (int64_t k = 0; k < matrix.depth; ++k) {
-        const auto word = W::of(from[k]);
-        exact &= W::back(word) == from[k];
-        to[k * NR] = word;
-      }
+      if (!pack_column<decltype(format)>(data, matrix.depth, panel, column, source + i * matrix.depth)) return false;
     }
-    return exact;
+    return true;
   });
 }
 
 void unpack(const Matrix& matrix, float* target, int64_t first, int64_t count, int32_t part) {
   with_format(matrix.format, [&](auto format) {
-    typedef decltype(format) W;
     for (int64_t i = 0; i < count; ++i) {
       int64_t panel;
       int column;
       locate(first + i, part, &panel, &column);
-      const auto* from = static_cast<const typename W::Word*>(matrix.data) + panel * NR * matrix.depth + W::slot(column);
-      for (int64_t k = 0; k < matrix.depth; ++k) target[i * matrix.depth + k] = W::back(from[k * NR]);
+      unpack_column<decltype(format)>(matrix.data, matrix.depth, panel, column, 1.0f, target + i * matrix.depth);
     }
     return true;
   });
 }
 
 void read_column(const Matrix& matrix, int64_t column, float scale, float* target) {
-  unpack(matrix, target, column, 1, PART_WHOLE);
-  for (int64_t k = 0; k < matrix.depth; ++k) target[k] *= scale;
+  with_format(matrix.format, [&](auto format) {
+    unpack_column<decltype(format)>(matrix.data, matrix.depth, column / NR, (int)(column % NR), scale, target);
+    return true;
+  });
 }
 
-size_t product_scratch() { return sizeof(float) * MAX_TILE; }
+size_t product_scratch() { return sizeof(Scratch); }
 
 void product_work(const Product& g, Member& member) {
   const int threads = member.team->size();
@@ -161,13 +266,13 @@ void product_work(const Product& g, Member& member) {
   const int64_t together = g.rows == 1 ? 4 : g.rows == 2 ? 2 : 1;  // panels that `block` takes at once
   share = share < together ? together : share / together * together;
   const int64_t shares = (all + share - 1) / share;
-  float* tile = reinterpret_cast<float*>(member.scratch);
+  Scratch& scratch = *reinterpret_cast<Scratch*>(member.scratch);
   for (long task; member.team->take(shares * groups, &task);) {
     const int64_t panel = task / groups * share, stop = panel + share < all ? panel + share : all;
     const long group = task % groups;
     const long row = g.rows * group / groups, end = g.rows * (group + 1) / groups;
     with_format(g.matrix.format, [&](auto format) {
-      block<decltype(format)>(g, row, end, panel, stop, tile);
+      block<decltype(format)>(g, row, end, panel, stop, scratch);
       return true;
     });
   }

@@ -1,8 +1,8 @@
-// Matrices of weights, packed for `tile_product`, and products with them.
+// Matrices of weights, packed for the kernels of tile.h, and products with them.
 //
 // A matrix of n columns and `depth` rows (a linear layer's weight, transposed) is kept as panels of NR columns, each panel
-// row after row. The last panel is filled up with zeros. `gated` matrices hold two of n / 2 columns: in each panel the first
-// NR / 2 columns are of the one that the activation is applied to, the others of its factor.
+// from its first depth to its last. The last panel is filled up with zeros. `gated` matrices hold two of n / 2 columns: in
+// each panel the first NR / 2 columns are of the one that the activation is applied to, the others of its factor.
 #pragma once
 
 #include "simd.h"
@@ -10,7 +10,15 @@
 
 namespace cb {
 
-enum Format : int32_t { FORMAT_F32 = 0, FORMAT_BF16 = 1, FORMAT_F16 = 2 };
+// How the weights are kept. Each is exact, or `pack` refuses it. The last three: codes of 4 or 8 bits, in groups of 32 or 16.
+enum Format : int32_t {
+  FORMAT_F32 = 0,
+  FORMAT_BF16 = 1,
+  FORMAT_F16 = 2,
+  FORMAT_CODES4 = 3,
+  FORMAT_CODES8 = 4,
+  FORMAT_CODES8_SHORT = 5
+};
 enum Part : int32_t { PART_WHOLE = 0, PART_GATE = 1, PART_UP = 2 };
 enum Activation : int32_t { ACT_NONE = 0, ACT_SILU = 1, ACT_GELU_TANH = 2, ACT_RELU = 3 };
 enum Epilogue : int32_t { EPILOGUE_STORE = 0, EPILOGUE_ADD = 1, EPILOGUE_GATED = 2 };
@@ -37,6 +45,7 @@ struct Product {
 };
 
 int64_t panels_of(const Matrix& matrix);
+// 0 if the format does not go with this depth.
 int64_t packed_bytes(int64_t columns, int64_t depth, int32_t format, int32_t gated);
 // Puts columns [first, first + count) in place: `source` is [count, depth], a part of a linear layer's weight. False if the
 // format does not hold all of them exactly.

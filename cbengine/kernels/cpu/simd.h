@@ -252,4 +252,31 @@ struct F16 {
 #endif
 };
 
+// Weights in groups of GROUP along the depth that are offset + scale * code, code being a small integer: what most formats
+// of quantised checkpoints unpack to. Products of scale and code are exact, so the sum is rounded once, however it is made.
+template <int BITS_, int GROUP_>
+struct Affine {
+  static constexpr int BITS = BITS_, GROUP = GROUP_, CODES = 1 << BITS, PER_WORD = 32 / BITS;
+
+  // One group of a panel. A word holds the codes of PER_WORD consecutive depths, the lowest bits first.
+  struct Block {
+    float scale[NR], offset[NR];
+    uint32_t words[GROUP / PER_WORD][NR];
+  };
+
+  // The codes of the i-th depth in each word, as floats.
+  static inline vf codes(vu words, int i) {
+#if defined(__AVX512F__)
+    if (BITS == 4) {  // a table of 16: the permutation looks at the lowest 4 bits only
+      const vf table = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+      return (vf)_mm512_permutexvar_ps((__m512i)(words >> (i * BITS)), (__m512)table);
+    }
+#endif
+    return __builtin_convertvector((vi)((words >> (i * BITS)) & (uint32_t)(CODES - 1)), vf);
+  }
+  static inline vu words_at(const Block& block, int row, int vector) {
+    return *reinterpret_cast<const vu_mem*>(&block.words[row][vector * VW]);
+  }
+};
+
 }  // namespace cb

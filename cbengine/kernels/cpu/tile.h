@@ -53,6 +53,74 @@ static void tile_product(const float* a, long lda, const typename W::Word* b, lo
     }
 }
 
+// The same for one panel of groups, unpacked on the way: for so few rows that the registers hold scales and offsets too.
+template <class A, int MR>
+static void affine_product(const float* a, long lda, const typename A::Block* groups, long count, bool add, float* tile,
+                           long ldt) {
+  vf sum[MR][NV];
+#pragma GCC unroll 16
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) sum[m][v] = vf{};
+  const float* row[(MR + 2) / 3];
+#pragma GCC unroll 16
+  for (int i = 0; i < (MR + 2) / 3; ++i) row[i] = a + 3 * i * lda;
+  for (long g = 0; g < count; ++g) {
+    const typename A::Block& block = groups[g];
+    vf scale[NV], offset[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) scale[v] = load(block.scale + v * VW), offset[v] = load(block.offset + v * VW);
+#pragma GCC unroll 1
+    for (int r = 0; r < A::GROUP / A::PER_WORD; ++r) {
+      vu words[NV];
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) words[v] = A::words_at(block, r, v);
+#pragma GCC unroll 8
+      for (int k = 0; k < A::PER_WORD; ++k) {
+        vf w[NV];
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; ++v) w[v] = offset[v] + scale[v] * A::codes(words[v], k);
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; ++m) {
+          const float x = row[m / 3][(m % 3) * lda + k];
+#pragma GCC unroll 4
+          for (int v = 0; v < NV; ++v) sum[m][v] += x * w[v];
+        }
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < (MR + 2) / 3; ++i) row[i] += A::PER_WORD;
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) {
+      float* at = tile + m * ldt + v * VW;
+      store(at, add ? load(at) + sum[m][v] : sum[m][v]);
+    }
+}
+
+// Groups of one panel as floats, [count * GROUP, NR]: what `tile_product` reads as F32.
+template <class A>
+static void affine_unpack(const typename A::Block* groups, long count, float* out) {
+  for (long g = 0; g < count; ++g) {
+    const typename A::Block& block = groups[g];
+    vf scale[NV], offset[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) scale[v] = load(block.scale + v * VW), offset[v] = load(block.offset + v * VW);
+#pragma GCC unroll 1
+    for (int r = 0; r < A::GROUP / A::PER_WORD; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) {
+        const vu words = A::words_at(block, r, v);
+#pragma GCC unroll 8
+        for (int k = 0; k < A::PER_WORD; ++k)
+          store(out + (r * A::PER_WORD + k) * NR + v * VW, offset[v] + scale[v] * A::codes(words, k));
+      }
+    out += A::GROUP * NR;
+  }
+}
+
 // out[m, d] = out[m, d] * scale[m] + sum over j of weight[m, j] * rows[j][offset + d], for d < NR: one chain in the order
 // of j. The rows that will be needed next, `next`, are fetched into the cache meanwhile.
 template <int MR>
@@ -102,6 +170,7 @@ template <int N>
 struct Rows {
   static constexpr int value = N;
 };
+
 template <int N = MRMAX, class F>
 static inline void with_rows(int mr, const F& f) {
   if constexpr (N > 1) {
