@@ -20,7 +20,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     r"transformers\.(.*\.)?(AutoModel\w*|\w+ForCausalLM|\w*PreTrainedModel|modeling_\w+|models(\.|$))": ("models",),
     r"(asyncio|anyio|trio|uvloop|sniffio)(\.|$)": ("bridge", "engine.py", "batching.py", "stream.py", "cli"),
     r"rich(\.|$)": ("cli",),
-    r"llguidance(\.|$)": ("text/structured.py", "text/grammar_tokens.py"),
+    r"llguidance(\.|$)": ("text/structured.py", "text/grammar_tokens.py", "prompts.py"),
 }
 
 VALUES = ("errors", "outputs", "sampling")
