@@ -91,7 +91,12 @@ class ChoicesStream(TokenStream):
             "the texts of several answers would be mixed; read `stream.choices[i].chunks()`, or the tokens"
         )
 
+    def _want_all(self) -> None:
+        for stream in self._children:
+            stream._want_all()
+
     async def result(self) -> Completion:
+        self._want_all()
         for stream in self._children:
             await stream.result()
         return self.outcome()

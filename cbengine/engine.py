@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -29,8 +30,8 @@ from cbengine.errors import (
     UnsupportedFeatureError,
 )
 from cbengine.execution.noise import derive_seed
-from cbengine.execution.worker import Loaded, Worker, WorkerState, dead_error
-from cbengine.loading import inspect, load
+from cbengine.execution.worker import Worker, WorkerState, dead_error
+from cbengine.loading import Source, inspect
 from cbengine.observe.counters import EngineStats
 from cbengine.observe.health import EngineHealth
 from cbengine.options import RequestArguments
@@ -73,10 +74,7 @@ class AsyncEngine:
         **overrides: Any,
     ) -> None:
         self._config = (config or EngineConfig()).merged(overrides)
-        self._model = model
-        self._tokenizer_given = tokenizer
-        self._load_options = dict(load_options or {})
-        self._loaded: Loaded | None = None
+        self._source = Source(model, self._config, tokenizer, dict(load_options or {}))
         self._worker: Worker | None = None
         self._closed = False
         self._start_lock = threading.Lock()
@@ -127,15 +125,21 @@ class AsyncEngine:
                 raise EngineStoppedError("the engine was closed, which is final; make a new one")
             worker = self._worker
             if worker is None or worker.state is WorkerState.ENDED:
-                worker = self._worker = Worker(self._config, self._load, make_device)
+                worker = Worker(self._config, self._source.load, make_device)
                 worker.start()
+                self._worker = worker
+                # An engine that is dropped ends: the worker does not refer to it.
+                weakref.finalize(self, worker.inbox.put, Stop(drain=False)).atexit = False
+            self._check_process(worker)
             return worker
 
-    def _load(self) -> Loaded:
-        """On the engine thread."""
-        if self._loaded is None:
-            self._loaded = load(self._model, self._config, self._tokenizer_given, self._load_options)
-        return self._loaded
+    @staticmethod
+    def _check_process(worker: Worker) -> None:
+        if worker.process != os.getpid():
+            raise EngineStoppedError(
+                "the engine was started in another process, and its threads did not come along with the fork; make a new "
+                "engine in this process"
+            )
 
     async def stop(self, drain: bool = True, timeout: float | None = None, *, hard: bool = False) -> None:
         """End the serving, so that it can be started again; the model stays loaded.
@@ -146,7 +150,7 @@ class AsyncEngine:
             hard: at once; every open stream gets `EngineStoppedError`. The same as `drain=False`.
         """
         worker = self._worker
-        if worker is None:
+        if worker is None or worker.process != os.getpid():
             return
         drain = drain and not hard
         worker.close_admission()
@@ -168,10 +172,12 @@ class AsyncEngine:
     async def aclose(self) -> None:
         """Stop hard, and for good: the model is given back. Idempotent."""
         self._closed = True
-        with anyio.CancelScope(shield=True):
-            await self.stop(hard=True)
-        self._loaded = None
-        self._open_desk = None
+        try:
+            with anyio.CancelScope(shield=True):
+                await self.stop(hard=True)
+        finally:
+            self._source.forget()
+            self._open_desk = None
 
     async def __aenter__(self) -> AsyncEngine:
         try:
@@ -192,6 +198,10 @@ class AsyncEngine:
         Counted: it takes as many `resume()` calls. Requests are still accepted, and wait. A stop lifts every pause.
         """
         worker = self._running()
+        if worker.stopping:
+            raise EngineStoppedError(
+                "the engine is being stopped, which lifts every pause; it cannot be paused any more"
+            )
         reply = Reply(self._ports.current())
         worker.ask(Pause, reply.set)
         try:
@@ -379,19 +389,19 @@ class AsyncEngine:
 
     def _make_plan(self) -> MemoryPlan:
         """On a worker thread."""
-        spec = inspect(self._model, self._config, self._load_options)
+        spec = inspect(self._source.model, self._config, self._source.options)
         device = make_device(self._config)
         try:
             memory, on_cpu = device.memory_info(), device.torch_device.type == "cpu"
         finally:
             device.close()
-        free = memory.free if self._loaded is not None else max(0, memory.free - spec.weight_bytes)
+        free = memory.free if self._source.loaded is not None else max(0, memory.free - spec.weight_bytes)
         return plan_memory(spec, self._config, replace(memory, free=free), on_cpu=on_cpu)
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Text to ids and back. Raises `UnsupportedFeatureError` when the model came without one."""
-        loaded = self._loaded
+        loaded = self._source.loaded
         if loaded is None:
             raise EngineNotStartedError("the tokenizer is loaded at start; use `await engine.start()` first")
         if loaded.tokenizer is None:
@@ -423,6 +433,7 @@ class AsyncEngine:
             raise EngineStoppedError("the engine was closed; make a new one")
         if worker is None or worker.state is WorkerState.STARTING:
             raise EngineNotStartedError("the engine is not started: use `async with engine` or `await engine.start()`")
+        self._check_process(worker)
         if worker.state is WorkerState.ENDED:
             if worker.memory is None:
                 raise EngineNotStartedError(f"the engine did not start: {worker.fault}") from worker.fault

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from cbengine.config import EngineConfig
 from cbengine.execution.worker import Loaded
 from cbengine.models.base import ModelSpec
 from cbengine.text.base import Tokenizer
+
+
+@dataclass(slots=True)
+class Source:
+    """What an engine serves: as the user named it, and loaded once somebody has started it."""
+
+    model: Any
+    config: EngineConfig
+    tokenizer: Any
+    options: Mapping[str, Any]
+    loaded: Loaded | None = None
+
+    def load(self) -> Loaded:
+        """On the engine thread: load it, the first time."""
+        if self.loaded is None:
+            self.loaded = load(self.model, self.config, self.tokenizer, self.options)
+        return self.loaded
+
+    def forget(self) -> None:
+        """Give the loaded model back."""
+        self.loaded = None
 
 
 def load(model: Any, config: EngineConfig, tokenizer: Any, options: Mapping[str, Any]) -> Loaded:

@@ -93,8 +93,23 @@ class PromptReader:
             mask = pack_mask(params.allowed_token_ids, self._spec.vocab_size)
         if not biases and not sequences and mask is None:
             return None
+        self._check_something_left(params, biases)
         tokens = np.fromiter(biases, np.int32, len(biases))
         return LogitEdit(tokens, np.fromiter(biases.values(), np.float32, len(biases)), tuple(sequences), mask)
+
+    def _check_something_left(self, params: SamplingParams, biases: Mapping[int, float]) -> None:
+        """Refuse what forbids every token, or every one but the end where the answer may not end yet."""
+        forbidden = {token for token, bias in biases.items() if bias == float("-inf")}
+        if params.min_new_tokens:
+            forbidden.update(params.stop_token_ids)
+            forbidden.update(() if params.ignore_eos else self._spec.eos_token_ids)
+        allowed = params.allowed_token_ids
+        left = len(set(allowed) - forbidden) if allowed is not None else self._spec.vocab_size - len(forbidden)
+        if left <= 0:
+            raise InvalidRequestError(
+                "allowed_token_ids, bad_words and min_new_tokens together leave no token that may be drawn; an answer that "
+                "may not end yet needs one that is no end"
+            )
 
     def _as_tokens(self, word: str | tuple[int, ...]) -> set[tuple[int, ...]]:
         """The token sequences that a forbidden word may appear as."""

@@ -166,6 +166,7 @@ class TokenStream:
             RequestTimeoutError, RequestFailedError, EngineStoppedError, EngineDeadError: the request ended that way.
         """
         buffer = self._buffer
+        self._want_all()
         while buffer.reason is None and not self._left:
             self._check_loop()
             try:
@@ -226,6 +227,10 @@ class TokenStream:
     def _ready_since(self) -> float:
         return self._buffer.times[self._cursor]
 
+    def _want_all(self) -> None:
+        if self._buffer.reason is None:
+            self._buffer.want_all()
+
     def _next_ready(self) -> Token:
         at = self._cursor
         self._cursor = at + 1
@@ -233,7 +238,11 @@ class TokenStream:
         return self._token(at)
 
     def when_ended(self, callback: Callable[[], None]) -> None:
-        """Call `callback()` once the answer has ended: on the stream's own loop, at once if it has ended already."""
+        """Call `callback()` once the answer has ended: on the stream's own loop, at once if it has ended already.
+
+        Like `result`, this is waiting for all of it: backpressure does not hold the request up any more.
+        """
+        self._want_all()
         if self._buffer.reason is not None:
             callback()
         else:

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from cbengine.bridge.ports import LoopPort, Waiter
 from cbengine.outputs import FinishReason, RequestMetrics, RequestStatus, TokenLogprobs, Usage
 
+_ALL = 1 << 60
+"""More tokens than there are."""
+
 
 class StreamBuffer:
     """Tokens, texts and arrival times of one answer, how it ended, and who waits for more.
@@ -65,9 +68,15 @@ class StreamBuffer:
         self.stride = 1
         self._acknowledged = 0
 
+    def want_all(self) -> None:
+        """The reader waits for the whole answer: no token of it is one too many."""
+        self.read = _ALL
+        if self.ack is not None:
+            self.ack()
+
     def advance(self, to: int) -> None:
         """The reader has taken the first `to` tokens."""
-        self.read = to
+        self.read = max(self.read, to)
         # Every stride tokens, and not when the buffer seems to run low: the engine counts tokens that are still on their
         # way here. After it has held the request up with `stream_buffer` unread tokens, some acknowledgement always
         # leaves fewer than a stride, and so lets it go on.

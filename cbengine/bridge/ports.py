@@ -38,6 +38,11 @@ class LoopPort(ABC):
             return False
         return True
 
+    @property
+    def is_gone(self) -> bool:
+        """The loop is known to be closed. Any thread."""
+        return self.closed
+
     def is_current(self) -> bool:
         """True in a coroutine of this loop."""
         try:
@@ -69,6 +74,10 @@ class _AsyncioWaiter:
 
 class _AsyncioPort(LoopPort):
     token: asyncio.AbstractEventLoop
+
+    @property
+    def is_gone(self) -> bool:
+        return self.closed or self.token.is_closed()
 
     def is_current(self) -> bool:
         try:

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,9 +100,10 @@ _Item = _Operation | _Record | _Wait | None  # None: the end
 
 def _work(items: queue.SimpleQueue[_Item], health: Health, num_threads: int | None) -> None:
     """A worker thread. Knows neither its stream nor its device, so that both can be collected while it waits."""
-    if num_threads is not None:
-        _set_own_num_threads(num_threads)
     error: BaseException | None = None
+    if num_threads is not None:
+        # Whatever happens here, the queue is worked off: somebody waits for its marks.
+        error = run_operation(partial(_set_own_num_threads, num_threads), health)
     with torch.inference_mode():  # thread-local
         while (item := items.get()) is not None:
             if isinstance(item, _Operation):

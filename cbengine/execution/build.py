@@ -47,6 +47,16 @@ class Built:
     config: EngineConfig
     """With every inferred setting filled in."""
     pool: torch.Tensor
+    """The cache, uint8."""
+    host_pool: torch.Tensor | None
+    """Its counterpart on the host, for swapping, if there is one."""
+
+    def free(self) -> None:
+        """Give back the memory of the cache. Now, and not with the last reference: views of it may be kept alive by the
+        frames of an exception that somebody keeps. Only when nothing runs on the device any more."""
+        for tensor in (self.pool, self.host_pool):
+            if tensor is not None:
+                tensor.untyped_storage().resize_(0)
 
 
 def build(
@@ -85,21 +95,26 @@ def build(
     runner.bind(layer_views(pool, geometry), config.page_size)
     if config.allow_block_sharing and any(group.window is not None for group in geometry.groups):
         logger.info("%s: no prefix cache, because it has layers with a sliding window", spec.name)
-    loop = StepLoop(_parts(config, memory, geometry, pool, runner, device, inbox, registry, make_detokenizer, sampler))
-    return Built(loop, memory, config, pool)
+    host_chunks = swap_chunks(config, geometry)
+    host_pool = device.host_buffer((host_chunks * geometry.chunk_bytes,), torch.uint8) if host_chunks else None
+    parts = _parts(
+        config, memory, geometry, runner, device, inbox, registry, make_detokenizer, sampler, pool, host_pool
+    )
+    return Built(StepLoop(parts), memory, config, pool, host_pool)
 
 
 def _parts(
     config: EngineConfig,
     memory: MemoryPlan,
     geometry: CacheGeometry,
-    pool: torch.Tensor,
     runner: ModelRunner,
     device: Device,
     inbox: Inbox,
     registry: Registry,
     make_detokenizer: Callable[..., object] | None,
     sampler: Sampler,
+    pool: torch.Tensor,
+    host_pool: torch.Tensor | None,
 ) -> LoopParts:
     # Twice as many rows as a batch can hold: a row that waits for its fence (I11) must not keep a newcomer out.
     num_rows = 2 * memory.max_requests
@@ -107,7 +122,10 @@ def _parts(
     checked = partial(_assigned, device) if device.checks else None
     rows = RowTable(num_rows, memory.max_model_len, checked)
     cache = _cache(config, memory, geometry, num_rows + 1, checked)
-    cache.swap = _swap_space(config, geometry, pool, device)
+    if host_pool is not None:
+        costs = SwapCosts(config.preemption)
+        swap_blocks = host_pool.numel() // geometry.chunk_bytes
+        cache.swap = SwapSpace(geometry, swap_blocks, BlockMover(device, geometry, pool, host_pool, costs), costs)
     lifecycle = Lifecycle(rows, cache)
     scheduler = _scheduler(config, memory, rows, cache, lifecycle)
     outbox = Outbox()
@@ -172,13 +190,3 @@ def _scheduler(
     budgets = Budgets(memory.max_batch_tokens, memory.max_requests, pages_read=pages)
     kind, reserve = _SCHEDULERS[config.scheduler_type], config.admission == "reserve"
     return kind(rows, cache, lifecycle, budgets, config.margin, reserve=reserve)
-
-
-def _swap_space(config: EngineConfig, geometry: CacheGeometry, pool: torch.Tensor, device: Device) -> SwapSpace | None:
-    """The CPU pool, if there is to be one."""
-    chunks = swap_chunks(config, geometry)
-    if not chunks:
-        return None
-    host = device.host_buffer((chunks * geometry.chunk_bytes,), torch.uint8)
-    costs = SwapCosts(config.preemption)
-    return SwapSpace(geometry, chunks, BlockMover(device, geometry, pool, host, costs), costs)

@@ -42,6 +42,8 @@ class Committer:
         self._sink = sink
         self._is_eos = np.zeros(vocab_size, bool)
         self._is_eos[[i for i in eos_token_ids if i < vocab_size]] = True
+        self.watch_readers = True
+        """Whether backpressure acts."""
         self.tokens = 0
         """Tokens sampled and kept so far."""
         self.prompt_tokens = 0
@@ -74,7 +76,7 @@ class Committer:
         ended = stops | (table.known[rows] >= table.limit[rows])
         self._emit(rows, ids, stops, ended, reports or itertools.repeat(None, len(rows)))
         watched = table.watched[rows] & (table.status[rows] != DEAD)
-        if watched.any():
+        if self.watch_readers and watched.any():
             for row in rows[watched].tolist():
                 self._check_reader(self._request(row))
 

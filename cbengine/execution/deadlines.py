@@ -8,6 +8,9 @@ import time
 from cbengine.errors import RequestTimeoutError
 from cbengine.scheduling.request import Request
 
+_LONGEST = 3600.0  # a lock cannot be waited for without bound, and nobody minds being woken once an hour
+_COMPACT = 1024  # entries below which those of ended requests are left where they are
+
 
 class Deadlines:
     """The `timeout` (whole request) and `queue_timeout` (until first scheduled) of the living. Engine thread only.
@@ -18,16 +21,19 @@ class Deadlines:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, bool]] = []  # time, request id, is a queue timeout
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, living: dict[int, Request]) -> None:
         """Watch a request from its arrival."""
+        if len(self._heap) > _COMPACT and len(self._heap) > 4 * len(living):
+            self._heap = [entry for entry in self._heap if entry[1] in living]
+            heapq.heapify(self._heap)
         if request.timeout is not None:
             heapq.heappush(self._heap, (request.arrival_time + request.timeout, request.id, False))
         if request.queue_timeout is not None:
             heapq.heappush(self._heap, (request.arrival_time + request.queue_timeout, request.id, True))
 
     def wait(self) -> float | None:
-        """Seconds until the next deadline, 0 if one has passed; None without any."""
-        return max(0.0, self._heap[0][0] - time.monotonic()) if self._heap else None
+        """Seconds until it is time to look again, 0 if a deadline has passed; None without any."""
+        return min(max(0.0, self._heap[0][0] - time.monotonic()), _LONGEST) if self._heap else None
 
     def expired(self, living: dict[int, Request]) -> list[Request]:
         """The requests whose deadline has passed."""

@@ -53,6 +53,10 @@ class LoopParts:
     make_detokenizer: Callable[..., object] | None
 
 
+_LOOK_AT_LOOPS = 1.0
+"""Seconds between looks at the loops of readers that hold their requests up."""
+
+
 class StepLoop:
     """Drives the parts until it is stopped."""
 
@@ -87,9 +91,22 @@ class StepLoop:
     def _sleep(self) -> None:
         """Wait for a command, or the next deadline. A frame of its own: while the engine sleeps, nothing refers to the
         request that came last."""
-        command = self.parts.inbox.wait(self._deadlines.wait())
+        timeout = self._deadlines.wait()
+        if self.parts.rows.held.any() or self._held_out:
+            # Nothing is ever posted for who waits for its reader, so that nobody would notice that the reader's loop has
+            # gone: the one thing that has to be looked at.
+            timeout = min(_LOOK_AT_LOOPS, timeout or _LOOK_AT_LOOPS)
+        command = self.parts.inbox.wait(timeout)
         if command is not None:
             self._handle(command)
+        elif timeout == _LOOK_AT_LOOPS:
+            self._leave_closed_loops()
+
+    def _leave_closed_loops(self) -> None:
+        for port in {request.reader.port for request in self.parts.requests.values() if request.held}:
+            if port.is_gone:
+                port.closed = True
+                self._on_closed(port)
 
     def turn(self) -> bool:
         """One cycle. False if there was nothing to do, so that only a command can bring more."""
@@ -138,7 +155,7 @@ class StepLoop:
     def _submit(self, request: Request) -> None:
         parts = self.parts
         parts.requests[request.id] = request
-        self._deadlines.add(request)
+        self._deadlines.add(request, parts.requests)
         if self._stopping or self._draining:
             self.end(request, RequestStatus.FAILED, FinishReason.ERROR, stopped_error(request.label))
             return
@@ -161,11 +178,20 @@ class StepLoop:
         request = self.parts.requests.get(request_id)
         if request is None or not request.held or self.parts.committer.unread(request) >= request.stream_buffer:
             return
+        self._let_go(request)
+
+    def _let_go(self, request: Request) -> None:
+        """Schedule again what was held up for its reader."""
         request.held = False
         if request.row >= 0:
             self.parts.rows.held[request.row] = False
         elif request.saved is not None:
             self.parts.scheduler.add(request)
+
+    @property
+    def _held_out(self) -> bool:
+        """Whether a request waits outside of the queue for its reader."""
+        return any(request.held and request.row < 0 for request in self.parts.requests.values())
 
     def _requeue(self, request: Request) -> None:
         """A preempted request has given everything back. One whose reader is behind waits for its reader first."""
@@ -190,6 +216,11 @@ class StepLoop:
         self._pauses = 0  # a stop lifts every pause: whoever holds one could not take it back any more
         if drain:
             self._draining = True
+            # ... and no reader holds its request up any more: what is left is bounded, and waits in its stream.
+            self.parts.committer.watch_readers = False
+            for request in self.parts.requests.values():
+                if request.held:
+                    self._let_go(request)
             return
         self._stopping = True
         for request in list(self.parts.requests.values()):
@@ -314,11 +345,6 @@ class StepLoop:
         while (command := self.parts.inbox.take()) is not None:
             self._handle(command)
         self.parts.outbox.flush()
-
-    def dismantle(self) -> None:
-        """Nothing runs any more: undo the callbacks, which tie the parts into a cycle. Without it the cache's memory goes
-        the moment that the last reference does, and not when the garbage collector comes by."""
-        del self.parts.lifecycle.on_change, self.parts.lifecycle.on_requeue, self.parts.outbox.on_closed
 
     def abandon(self, error: Callable[[str], Exception]) -> None:
         """The engine is dead: tell every reader, once, and touch nothing else, for nothing else can be relied on."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import atexit
 import enum
 import logging
+import os
 import threading
-import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,6 +72,7 @@ class Worker:
         self.state = WorkerState.STARTING
         self.stopping = False
         """A stop was asked for: no request gets in any more."""
+        self.process = os.getpid()
         self.background = TokenizerThread()
         self.loaded: Loaded | None = None
         self.built: Built | None = None
@@ -92,7 +93,12 @@ class Worker:
     def start(self) -> None:
         """Start the thread. It is a daemon, and stopped at exit, so that it never keeps a process alive."""
         _stop_at_exit(self)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException as fault:
+            self.fault = fault
+            self._set_state(WorkerState.ENDED)
+            raise
 
     def close_admission(self) -> None:
         """Let nobody else in: a stop is on its way."""
@@ -167,6 +173,9 @@ class Worker:
             self.built.loop.run()
         except BaseException as fault:
             self.fault = fault
+            self.stopping = (
+                True  # before any reader hears of it: whoever then starts the engine again waits for the end
+            )
             if self.built is not None:
                 logger.error("the engine died", exc_info=fault)
         finally:
@@ -185,8 +194,6 @@ class Worker:
             try:
                 self._release(device)
             finally:
-                if fault is not None:
-                    traceback.clear_frames(fault.__traceback__)  # errors are kept by who gets them; the cache must not be
                 self._set_state(WorkerState.ENDED)  # whatever went wrong: somebody waits for it
 
     def _release(self, device: Device | None) -> None:
@@ -199,6 +206,8 @@ class Worker:
             steps.append(loaded.runner.release)
         if device is not None:
             steps.append(device.close)
+        if built is not None:
+            steps.append(built.free)
         steps.append(self.background.close)
         for step in steps:
             try:
@@ -209,8 +218,7 @@ class Worker:
                 logger.warning("while the engine ended, cleaning up failed", exc_info=True)
         if built is not None:
             self.last_stats = final_snapshot(built.loop.parts)
-            built.loop.dismantle()
-            self.built = None  # and with it the cache's memory
+            self.built = None
 
     def _set_state(self, state: WorkerState) -> None:
         with self._lock:

@@ -31,10 +31,10 @@ class EngineHealth:
         if worker is None:
             return EngineHealth("closed" if closed else "new")
         state = worker.state.value
-        if state != "ended":
-            return EngineHealth("stopping" if worker.stopping else state)
         if worker.fault is not None:
             return EngineHealth("dead", worker.fault)
+        if state != "ended":
+            return EngineHealth("stopping" if worker.stopping else state)
         return EngineHealth("closed" if closed else "stopped")
 
 

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
+from cbengine.errors import RequestFailedError
+
 
 class Grammar(Protocol):
     """The state of one answer within its grammar (`text.structured.GrammarState`)."""
@@ -65,6 +67,8 @@ class LogitEdit:
         self.grammar.fill_mask(self.mask)
         if self.allowed is not None:
             self.mask &= self.allowed
+            if not self.mask.any():
+                raise RequestFailedError("the answer's grammar allows none of allowed_token_ids here")
 
 
 def pack_mask(allowed: Sequence[int], vocab_size: int) -> np.ndarray:

@@ -184,6 +184,8 @@ class PassScheduler(Scheduler):
             self._left[0] += 1
         for chunk in plan.chunks:
             if chunk.request is victim:
+                if chunk.score[0] < chunk.score[1]:
+                    victim.scored = chunk.score[0]
                 self._rows.planned[row] -= chunk.count
                 self._left[0] += chunk.count
         plan.chunks = [chunk for chunk in plan.chunks if chunk.request is not victim]

@@ -11,7 +11,6 @@ namespace {
 
 constexpr long ROW_GROUP = 9 * MRMAX;  // rows that stay in the core's cache while panels pass
 constexpr long DEPTH_CHUNK = 256;      // longest chain of additions; partial sums are added up in order
-constexpr int DIRECT_ROWS = VW == 16 ? 10 : 3;  // up to so many rows, codes are unpacked in registers
 
 typedef Affine<4, 32> Codes4;
 typedef Affine<8, 32> Codes8;
@@ -158,28 +157,24 @@ void one_panel(const Product& g, long row, long end, int64_t panel, Scratch& s) 
   const RowBlocks blocks(end - row);
   for (long i = 0; i < chunks; ++i) {
     const long from = i * DEPTH_CHUNK, to = from + DEPTH_CHUNK < depth ? from + DEPTH_CHUNK : depth;
-    const float* x = g.x + row * g.x_stride + from;
-    if constexpr (is_affine<W>::value) {
-      const auto* groups = groups_of<W>(g.matrix.data, panel, depth) + from / W::GROUP;
-      if (end - row <= DIRECT_ROWS) {
-        with_rows<DIRECT_ROWS>((int)(end - row), [&](auto mr) {
-          affine_product<W, mr.value>(x, g.x_stride, groups, (to - from) / W::GROUP, i > 0, s.tiles, NR);
-        });
-        continue;
-      }
-      affine_unpack<W>(groups, (to - from) / W::GROUP, s.panel);
-      for (long b = 0; b < blocks.count; ++b)
-        with_rows((int)(blocks.cut(b + 1) - blocks.cut(b)), [&](auto mr) {
-          tile_product<F32, mr.value, 1>(x + blocks.cut(b) * g.x_stride, g.x_stride, s.panel, 0, to - from, i > 0,
-                                         s.tiles + blocks.cut(b) * NR, NR);
-        });
-    } else {
-      const auto* weights = panel_of<W>(g.matrix.data, panel, depth) + from * NR;
-      for (long b = 0; b < blocks.count; ++b)
-        with_rows((int)(blocks.cut(b + 1) - blocks.cut(b)), [&](auto mr) {
-          tile_product<W, mr.value, 1>(x + blocks.cut(b) * g.x_stride, g.x_stride, weights, 0, to - from, i > 0,
-                                       s.tiles + blocks.cut(b) * NR, NR);
-        });
+    for (long b = 0; b < blocks.count; ++b) {
+      const float* x = g.x + (row + blocks.cut(b)) * g.x_stride + from;
+      float* tile = s.tiles + blocks.cut(b) * NR;
+      with_rows((int)(blocks.cut(b + 1) - blocks.cut(b)), [&](auto mr) {
+        if constexpr (is_affine<W>::value) {
+          const auto* groups = groups_of<W>(g.matrix.data, panel, depth) + from / W::GROUP;
+          const long count = (to - from) / W::GROUP;
+          if (b > 0)  // the first block of rows has left the unpacked panel behind
+            tile_product<F32, mr.value, 1>(x, g.x_stride, s.panel, 0, to - from, i > 0, tile, NR);
+          else if (blocks.count > 1)
+            affine_product<W, mr.value, true>(x, g.x_stride, groups, count, i > 0, tile, NR, s.panel);
+          else
+            affine_product<W, mr.value, false>(x, g.x_stride, groups, count, i > 0, tile, NR, nullptr);
+        } else {
+          const auto* weights = panel_of<W>(g.matrix.data, panel, depth) + from * NR;
+          tile_product<W, mr.value, 1>(x, g.x_stride, weights, 0, to - from, i > 0, tile, NR);
+        }
+      });
     }
   }
   write_tile(g, s.tiles, NR, row, (int)(end - row), panel, 1);

@@ -53,10 +53,11 @@ static void tile_product(const float* a, long lda, const typename W::Word* b, lo
     }
 }
 
-// The same for one panel of groups, unpacked on the way: for so few rows that the registers hold scales and offsets too.
-template <class A, int MR>
+// The same for one panel of groups, unpacked on the way. With KEEP, the unpacked panel goes to `out`, [count * GROUP, NR],
+// where `tile_product` reads it as F32.
+template <class A, int MR, bool KEEP>
 static void affine_product(const float* a, long lda, const typename A::Block* groups, long count, bool add, float* tile,
-                           long ldt) {
+                           long ldt, float* out) {
   vf sum[MR][NV];
 #pragma GCC unroll 16
   for (int m = 0; m < MR; ++m)
@@ -80,6 +81,9 @@ static void affine_product(const float* a, long lda, const typename A::Block* gr
         vf w[NV];
 #pragma GCC unroll 4
         for (int v = 0; v < NV; ++v) w[v] = offset[v] + scale[v] * A::codes(words[v], k);
+        if (KEEP)
+#pragma GCC unroll 4
+          for (int v = 0; v < NV; ++v) store(out + k * NR + v * VW, w[v]);
 #pragma GCC unroll 16
         for (int m = 0; m < MR; ++m) {
           const float x = row[m / 3][(m % 3) * lda + k];
@@ -89,6 +93,7 @@ static void affine_product(const float* a, long lda, const typename A::Block* gr
       }
 #pragma GCC unroll 16
       for (int i = 0; i < (MR + 2) / 3; ++i) row[i] += A::PER_WORD;
+      if (KEEP) out += A::PER_WORD * NR;
     }
   }
 #pragma GCC unroll 16
@@ -98,27 +103,6 @@ static void affine_product(const float* a, long lda, const typename A::Block* gr
       float* at = tile + m * ldt + v * VW;
       store(at, add ? load(at) + sum[m][v] : sum[m][v]);
     }
-}
-
-// Groups of one panel as floats, [count * GROUP, NR]: what `tile_product` reads as F32.
-template <class A>
-static void affine_unpack(const typename A::Block* groups, long count, float* out) {
-  for (long g = 0; g < count; ++g) {
-    const typename A::Block& block = groups[g];
-    vf scale[NV], offset[NV];
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) scale[v] = load(block.scale + v * VW), offset[v] = load(block.offset + v * VW);
-#pragma GCC unroll 1
-    for (int r = 0; r < A::GROUP / A::PER_WORD; ++r)
-#pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) {
-        const vu words = A::words_at(block, r, v);
-#pragma GCC unroll 8
-        for (int k = 0; k < A::PER_WORD; ++k)
-          store(out + (r * A::PER_WORD + k) * NR + v * VW, offset[v] + scale[v] * A::codes(words, k));
-      }
-    out += A::GROUP * NR;
-  }
 }
 
 // out[m, d] = out[m, d] * scale[m] + sum over j of weight[m, j] * rows[j][offset + d], for d < NR: one chain in the order
