@@ -84,7 +84,7 @@ def loop_alone(streams: int, tokens: int) -> dict[str, float]:
             prompt=np.array(PROMPT, np.int32),
             limit=len(PROMPT) + tokens,
         )
-        registry.enter(i, str(i), len(PROMPT), lambda request=request: inbox.put(Submit(request)))
+        registry.enter([i], str(i), len(PROMPT), lambda request=request: inbox.put(Submit(request)))
     host: list[float] = []
     while True:
         device.spent = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -60,27 +60,21 @@ class Desk:
         parsed = self.prompts.read(ask.prompt, params, label, add_special_tokens=ask.add_special_tokens)
         seed = params.seed if params.seed is not None else self.fresh_seed(number)
         requests: list[Request] = []
-        streams: list[TokenStream] = []
-        try:
-            for choice in range(params.n):
-                sibling = number if choice == 0 else self.next_id()
-                # The siblings' prompt is the same, so its logprobs are too: the first alone reports them.
-                theirs = params if choice == 0 else replace(params, prompt_logprobs=None)
-                own = label if params.n == 1 else f"{label}[{choice}]"
-                request = self._request(sibling, own, theirs, options, parsed, port)
-                request.seed = derive_seed(seed, choice)
-                request.keep = ask.form.keep if ask.form is not None else frozenset()
-                request.parent = requests[0] if requests else None
-                streams.append(self._enter(request, parsed, ask))
-                requests.append(request)
-        except Exception:
-            for stream in streams:
-                stream.cancel()
-            raise
+        for choice in range(params.n):
+            sibling = number if choice == 0 else self.next_id()
+            # The siblings' prompt is the same, so its logprobs are too: the first alone reports them.
+            theirs = params if choice == 0 else replace(params, prompt_logprobs=None)
+            own = label if params.n == 1 else f"{label}[{choice}]"
+            request = self._request(sibling, own, theirs, options, parsed, port)
+            request.seed = derive_seed(seed, choice)
+            request.keep = ask.form.keep if ask.form is not None else frozenset()
+            request.parent = requests[0] if requests else None
+            requests.append(request)
+        streams = self._enter(requests, label, parsed, ask)
         if requests[0].prompt is None:
             numbers = [request.id for request in requests]
             self.prompts.prepare_later(numbers, parsed, params, label, add_special_tokens=ask.add_special_tokens)
-        return streams[0] if params.n == 1 else ChoicesStream(streams, ask.index)
+        return streams[0] if params.n == 1 else ChoicesStream(streams, label, ask.index)
 
     def _request(
         self,
@@ -109,12 +103,21 @@ class Desk:
             stream_buffer=options.stream_buffer or 1,
             cache_salt=options.cache_salt,
         )
+        request.reader.scored = params.prompt_logprobs is not None
         if request.backpressure == "pause":
             request.reader.stride = max(1, request.stream_buffer // 2)
             request.reader.ack = partial(self.worker.inbox.put, Read(number))
         return request
 
-    def _enter(self, request: Request, parsed: Parsed, ask: Ask) -> TokenStream:
+    def _enter(self, requests: Sequence[Request], label: str, parsed: Parsed, ask: Ask) -> list[TokenStream]:
+        """All of them or none."""
         put = self.worker.inbox.put
-        self.worker.registry.enter(request.id, request.label, parsed.tokens, partial(put, Submit(request)))
-        return TokenStream(request.reader, partial(put, Cancel(request.id)), ask.index, ask.form)
+
+        def submit() -> None:
+            for request in requests:
+                put(Submit(request))
+
+        self.worker.registry.enter([request.id for request in requests], label, parsed.tokens, submit)
+        return [
+            TokenStream(request.reader, partial(put, Cancel(request.id)), ask.index, ask.form) for request in requests
+        ]

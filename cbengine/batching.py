@@ -9,11 +9,15 @@ from functools import partial
 from typing import Any
 
 import anyio
+from anyio.lowlevel import checkpoint
 
 from cbengine.errors import QueueFullError, RequestError
 from cbengine.outputs import Completion
 from cbengine.prompts import Prompt
 from cbengine.stream import TokenStream
+
+MAX_OUTSTANDING = 1024
+"""Most prompts of one batch that are under way, or answered and not yet taken: a batch may be without end."""
 
 Ended = tuple[int, Completion | Exception]
 
@@ -21,7 +25,8 @@ Ended = tuple[int, Completion | Exception]
 class CompletionIterator:
     """Answers in the order in which they finish. Dropping it drops its streams, and so cancels what is unfinished.
 
-    Prompts that do not fit the queue's limits wait here, on the caller's side, until others have left the queue.
+    Prompts that do not fit the queue's limits, or are more than `MAX_OUTSTANDING`, wait here, on the caller's side, until
+    others have left. Several tasks of one loop may read it: each answer goes to one of them.
     """
 
     def __init__(self, prompts: Iterable[Prompt], start: Callable[[int, Prompt], TokenStream]) -> None:
@@ -29,12 +34,16 @@ class CompletionIterator:
             raise TypeError("a batch is a sequence of prompts, got one text; use stream() or generate() for it")
         self._total = len(prompts) if isinstance(prompts, Sized) else None  # for a progress bar
         self._todo: Iterator[tuple[int, Prompt]] = iter(enumerate(prompts))
-        self._next: tuple[int, Prompt] | None = next(self._todo, None)
+        self._next: tuple[int, Prompt] | None = None
         self._start = start
         self._live: dict[int, TokenStream] = {}
         self._ended: deque[Ended] = deque()
-        self._news: anyio.Event | None = None
+        self._broken: Exception | None = None
+        """Why there are no further prompts; raised once what has come before is given out."""
+        self._waiting: list[anyio.Event] = []
+        self._advance()
         self._submit()
+        self._raise_broken()
 
     def __aiter__(self) -> CompletionIterator:
         return self
@@ -42,7 +51,10 @@ class CompletionIterator:
     async def __anext__(self) -> Completion:
         _, outcome = await self._outcome()
         if isinstance(outcome, Exception):
-            raise outcome
+            try:
+                raise outcome
+            finally:
+                del outcome  # or the error, by its traceback, would keep this iterator from being dropped
         return outcome
 
     async def gather(self, progress: bool = False, return_exceptions: bool = False) -> list[Any]:
@@ -67,32 +79,56 @@ class CompletionIterator:
         """Cancel what is unfinished, and wait until the engine has let go of it."""
         live = list(self._live.values())
         self._live.clear()
-        self._next = None
+        self._ended.clear()
+        self._todo, self._next, self._broken = iter(()), None, None
+        self._wake()
         for stream in live:  # all at once, then wait for each
             stream.cancel()
         for stream in live:
             await stream.aclose()
 
     async def _outcome(self) -> Ended:
-        while not self._ended:
-            full = self._submit()
-            if self._ended:
-                break
-            if not self._live and self._next is None:
-                raise StopAsyncIteration
-            self._news = anyio.Event()
-            if full is not None:
-                # The queue may be full of other people's requests, whose leaving nobody reports here.
-                with anyio.move_on_after(full.retry_after):
-                    await self._news.wait()
-            else:
-                await self._news.wait()
-        index, outcome = self._ended.popleft()
-        return index, outcome
+        await checkpoint()  # whatever is ready: a long batch must not keep the loop
+        try:
+            while True:
+                full = self._submit()
+                if self._ended:
+                    return self._ended.popleft()
+                self._raise_broken()
+                if not self._live and self._next is None:
+                    raise StopAsyncIteration
+                await self._changed(full)
+        finally:
+            self._wake()  # what this one found, or took, may be the end for the others
+
+    async def _changed(self, full: QueueFullError | None) -> None:
+        """Wait for the end of an answer or of the batch; while the queue is full, no longer than it asks for."""
+        news = anyio.Event()
+        self._waiting.append(news)
+        try:
+            # The queue may be full of other people's requests, whose leaving nobody reports here.
+            with anyio.move_on_after(full.retry_after if full is not None else None):
+                await news.wait()
+        finally:
+            if news in self._waiting:
+                self._waiting.remove(news)
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for news in waiting:
+            news.set()
+
+    def _raise_broken(self) -> None:
+        broken, self._broken = self._broken, None
+        if broken is not None:
+            try:
+                raise broken
+            finally:
+                del broken  # as in `__anext__`
 
     def _submit(self) -> QueueFullError | None:
         """Start as many prompts as are let in."""
-        while self._next is not None:
+        while self._next is not None and len(self._live) + len(self._ended) < MAX_OUTSTANDING:
             index, prompt = self._next
             try:
                 stream = self._start(index, prompt)
@@ -100,23 +136,42 @@ class CompletionIterator:
                 return full
             except RequestError as error:
                 self._ended.append((index, error))
+            except Exception as error:  # the engine takes no more
+                self._broken = _without_us(error)
+                return None
             else:
                 self._live[index] = stream
                 stream.when_ended(partial(_report, weakref.ref(self), index))
-            self._next = next(self._todo, None)
+            self._advance()
         return None
+
+    def _advance(self) -> None:
+        """The next prompt, or none. The caller's iterator may raise anything."""
+        self._next = None  # first: what was started must not be started again
+        try:
+            self._next = next(self._todo, None)
+        except Exception as error:
+            self._broken = _without_us(error)
 
     def _finished(self, index: int) -> None:
         stream = self._live.pop(index, None)
         if stream is None:
             return
-        try:
-            outcome: Completion | Exception = stream.outcome()
-        except Exception as error:
-            outcome = error
-        self._ended.append((index, outcome))
-        if self._news is not None:
-            self._news.set()
+        self._ended.append((index, _outcome_of(stream)))
+        self._wake()
+
+
+def _outcome_of(stream: TokenStream) -> Completion | Exception:
+    try:
+        return stream.outcome()
+    except Exception as error:
+        return error
+
+
+def _without_us(error: Exception) -> Exception:
+    """The error without the frame that has just caught it, which refers to the iterator that is to keep the error."""
+    traceback = error.__traceback__
+    return error.with_traceback(None if traceback is None else traceback.tb_next)
 
 
 def _report(ref: weakref.ref[CompletionIterator], index: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from cbengine.errors import StreamError
+from cbengine.errors import CBEngineError, StreamError
 from cbengine.outputs import Completion, FinishReason, RequestMetrics, RequestStatus, Token, Usage
 from cbengine.stream import StreamView, TokenStream
 from cbengine.text.parts import Part
@@ -21,14 +21,20 @@ class ChoicesStream(TokenStream):
 
     `choices` are the answers' own streams, for whoever wants to read them apart: a token is delivered once, there or here.
     What there is one of in a stream (text, ids, status, metrics) is that of the first answer here; `usage` counts all.
+    `request_id` is `label`; the answers' own streams have labels made from it.
     """
 
-    __slots__ = ("_children",)
+    __slots__ = ("_children", "_label")
 
-    def __init__(self, children: Sequence[TokenStream], index: int = 0) -> None:
+    def __init__(self, children: Sequence[TokenStream], label: str, index: int = 0) -> None:
         # Not self.cancel: a stream that refers to itself would not go when its last reference does.
         super().__init__(children[0]._buffer, _nothing, index)
         self._children = tuple(children)
+        self._label = label
+
+    @property
+    def request_id(self) -> str:
+        return self._label
 
     @property
     def choices(self) -> tuple[TokenStream, ...]:
@@ -97,13 +103,20 @@ class ChoicesStream(TokenStream):
 
     async def result(self) -> Completion:
         self._want_all()
-        for stream in self._children:
-            await stream.result()
+        try:
+            for stream in self._children:
+                await stream.result()
+        except CBEngineError:
+            raise  # an answer that failed, or the wrong loop: nobody has left
+        except BaseException:
+            self.cancel()
+            raise
         return self.outcome()
 
     def outcome(self) -> Completion:
         completions = tuple(replace(stream.outcome(), choice=i) for i, stream in enumerate(self._children))
-        return replace(completions[0], index=self._index, usage=self.usage, choices=completions)
+        first = completions[0]
+        return replace(first, request_id=self._label, index=self._index, usage=self.usage, choices=completions)
 
     def when_ended(self, callback: Callable[[], None]) -> None:
         left = len(self._children)

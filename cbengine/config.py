@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -108,6 +109,7 @@ class EngineConfig:
         _integer(self, "max_queue_size", 0)
         _integer(self, "max_queued_tokens", 0)
         _integer(self, "stream_buffer", 1)
+        _check(self.stream_buffer <= sys.maxsize, ValueError, "stream_buffer", self, f"at most {sys.maxsize}")
         _check(self.backpressure in BACKPRESSURE, ValueError, "backpressure", self, f"one of {', '.join(BACKPRESSURE)}")
         _check(self.allow_block_sharing in (True, False), TypeError, "allow_block_sharing", self, "a bool")
         _check(self.admission in ADMISSION, ValueError, "admission", self, f"one of {', '.join(ADMISSION)}")

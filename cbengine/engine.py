@@ -336,7 +336,7 @@ class AsyncEngine:
     ) -> CompletionIterator:
         """`async for completion in engine.as_completed(prompts)`: answers as they finish; `completion.index` tells whose.
 
-        All prompts are under way at once, as far as the queue's limits let them in. An answer that failed raises its
+        Up to 1024 prompts are under way at once, as far as the queue's limits let them in. An answer that failed raises its
         error from the iteration, which may be continued. Dropping the iterator cancels what is unfinished.
         """
         start: Callable[[int, Prompt], TokenStream] = lambda index, prompt: self._stream(  # noqa: E731

@@ -24,6 +24,9 @@ A `RequestError` touches one request and no other. An `EngineError` says that th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 
 class CBEngineError(Exception):
     """Base of all errors raised by cbengine. `request_id` is the label of the request concerned, if there is one."""
@@ -33,6 +36,18 @@ class CBEngineError(Exception):
     def __init__(self, message: str, *, request_id: str | None = None) -> None:
         super().__init__(message)
         self.request_id = request_id
+
+    def __reduce__(self) -> tuple[Callable[..., CBEngineError], tuple[Any, ...], dict[str, Any]]:
+        # By default the arguments of `__init__` would be `args`, which lack those given by name. `__cause__` stays behind,
+        # as with every exception.
+        return _unpickled, (type(self), self.args), self.__dict__
+
+
+def _unpickled(kind: type[CBEngineError], args: tuple[Any, ...]) -> CBEngineError:
+    """An error without its attributes, which `copy` and `pickle` then put back."""
+    error = kind.__new__(kind)
+    super(CBEngineError, error).__init__(*args)
+    return error
 
 
 class RequestError(CBEngineError):

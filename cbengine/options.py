@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
@@ -25,7 +27,7 @@ class RequestArguments(TypedDict, total=False):
     top_p: float | None
     min_p: float | None
     seed: int | None
-    stop_token_ids: tuple[int, ...] | list[int]
+    stop_token_ids: tuple[int, ...] | list[int] | None
     ignore_eos: bool
     stop: str | tuple[str, ...] | list[str]
     include_stop_str_in_output: bool
@@ -33,7 +35,7 @@ class RequestArguments(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float] | None
-    bad_words: Sequence[str | Sequence[int]]
+    bad_words: Sequence[str | Sequence[int]] | None
     allowed_token_ids: Sequence[int] | None
     n: int
     structured: StructuredSpec | None
@@ -70,23 +72,14 @@ class RequestOptions:
 
     def __post_init__(self) -> None:
         for name in ("timeout", "queue_timeout"):
-            seconds: object = getattr(self, name)
-            if seconds is None:
-                continue
-            if (
-                isinstance(seconds, bool)
-                or not isinstance(seconds, (int, float))
-                or not math.isfinite(seconds)
-                or seconds <= 0
-            ):
-                raise InvalidRequestError(f"{name} must be a number of seconds above 0, or None, got {seconds!r}")
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _seconds(name, getattr(self, name)))
         if self.backpressure not in (None, *BACKPRESSURE):
             raise InvalidRequestError(
                 f"backpressure must be one of {', '.join(BACKPRESSURE)}, got {self.backpressure!r}"
             )
-        buffer: object = self.stream_buffer
-        if buffer is not None and (isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1):
-            raise InvalidRequestError(f"stream_buffer must be an integer of at least 1, or None, got {buffer!r}")
+        if self.stream_buffer is not None:
+            object.__setattr__(self, "stream_buffer", _tokens("stream_buffer", self.stream_buffer))
         if not isinstance(self.cache_salt, (str, type(None))):
             raise InvalidRequestError(f"cache_salt must be a string or None, got {self.cache_salt!r}")
 
@@ -99,6 +92,30 @@ class RequestOptions:
             stream_buffer=self.stream_buffer or config.stream_buffer,
             cache_salt=self.cache_salt,
         )
+
+
+def _seconds(name: str, value: object) -> float:
+    """`value`, a number of any kind (numpy's too), as a float above 0. Raises `InvalidRequestError`."""
+    try:
+        number = math.nan if isinstance(value, (bool, str, bytes, bytearray)) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # OverflowError: an int beyond all floats
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise InvalidRequestError(f"{name} must be a number of seconds above 0, or None, got {value!r}")
+    return number
+
+
+def _tokens(name: str, value: object) -> int:
+    """`value`, an integer of any kind (numpy's too), as an int of at least 1. Raises `InvalidRequestError`."""
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if not 1 <= number <= sys.maxsize:
+        raise InvalidRequestError(
+            f"{name} must be an integer of at least 1 (and at most {sys.maxsize}), or None, got {value!r}"
+        )
+    return number
 
 
 _OPTIONS = {f.name for f in fields(RequestOptions)}

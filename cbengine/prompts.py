@@ -11,6 +11,7 @@ import numpy as np
 
 from cbengine.bridge.inbox import Tokenized
 from cbengine.errors import (
+    CBEngineError,
     EmptyPromptError,
     InvalidRequestError,
     PromptTooLongError,
@@ -136,6 +137,10 @@ class PromptReader:
             return label
         if not isinstance(given, str) or not given:
             raise InvalidRequestError(f"request_id must be a string that is not empty, or None, got {given!r}")
+        try:
+            given.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequestError(f"request_id must be text that UTF-8 can encode, got {given!r}") from None
         return given
 
     def read(self, prompt: Prompt, params: SamplingParams, label: str, *, add_special_tokens: bool) -> Parsed:
@@ -177,7 +182,9 @@ class PromptReader:
                     ids = self._encode(parsed.text, label, add_special_tokens)
                     limit = self._limit(ids, params, label)
                 commands = [Tokenized(number, ids, limit, edit=self._constrained(params)) for number in numbers]
-            except Exception as error:
+            except Exception as caught:
+                error = caught if isinstance(caught, CBEngineError) else failure(label, caught)
+                error.request_id = error.request_id or label
                 commands = [Tokenized(number, None, 0, error) for number in numbers]
             for command in commands:
                 self.worker.inbox.put(command)
@@ -220,7 +227,9 @@ class PromptReader:
     def _check_ids(self, prompt: Sequence[int], label: str) -> np.ndarray:
         try:
             ids = np.asarray(prompt)
-        except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor that is part of a graph
+            # Among integers numpy takes a bool for one.
+            bools = isinstance(prompt, Sequence) and not {bool, np.bool_}.isdisjoint(map(type, prompt))
+        except Exception as error:  # a ragged list, a tensor that is part of a graph, whatever an object's author made
             raise InvalidRequestError(f"a prompt is text or token ids: {error}", request_id=label) from None
         if ids.ndim == 1 and not len(ids):
             raise EmptyPromptError("the prompt has no tokens; it needs at least one", request_id=label)
@@ -229,6 +238,10 @@ class PromptReader:
                 f"a prompt is text or a flat sequence of integer token ids, got {type(prompt).__name__} "
                 f"(as an array: {ids.dtype}, shape {ids.shape})",
                 request_id=label,
+            )
+        if bools:
+            raise InvalidRequestError(
+                "a prompt is text or integer token ids, and this one has a bool", request_id=label
             )
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self._spec.vocab_size:

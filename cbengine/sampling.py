@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, cast
 
 from cbengine.errors import InvalidRequestError
@@ -22,6 +21,30 @@ MAX_CHOICES = 128
 """Most answers to one prompt; the limit of the OpenAI API."""
 MAX_LOGPROBS = 20
 """Most alternatives that a request may ask for at each token; the limit of the OpenAI API."""
+
+
+class TokenBiases(Mapping[int, float]):
+    """A mapping that stays as it is, and so may be hashed; equal to any mapping with the same items."""
+
+    __slots__ = ("_biases",)
+
+    def __init__(self, biases: Mapping[int, float]) -> None:
+        self._biases = dict(biases)
+
+    def __getitem__(self, token: int) -> float:
+        return self._biases[token]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._biases)
+
+    def __len__(self) -> int:
+        return len(self._biases)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._biases.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._biases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +73,7 @@ class SamplingParams:
     seed: int | None = None
     """Same seed, same tokens, whatever else is in the batch. In [0, 2**64). Default: a fresh one for each request."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the answer, besides the model's end-of-sequence tokens."""
+    """Tokens that end the answer, besides the model's end-of-sequence tokens. None is taken for "none"."""
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence tokens. `stop_token_ids` still end the answer."""
     stop: tuple[str, ...] = ()
@@ -68,7 +91,7 @@ class SamplingParams:
     """Added to the logits of single tokens. Source: the OpenAI API."""
     bad_words: tuple[str | tuple[int, ...], ...] = ()
     """Words (text), or token id sequences, that must not appear. A text is forbidden as it is tokenized at the beginning of
-    the answer and after a blank. Source: vLLM, and `bad_words_ids` of transformers."""
+    the answer and after a blank. None is taken for "none". Source: vLLM, and `bad_words_ids` of transformers."""
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these tokens may be drawn (end-of-sequence tokens only if they are among them). Source: vLLM."""
     n: int = 1
@@ -100,7 +123,7 @@ class SamplingParams:
         put("top_p", _number("top_p", self.top_p, high=1.0))
         put("min_p", _number("min_p", self.min_p, high=1.0))
         put("seed", _integer("seed", self.seed, high=_MAX_SEED, optional=True))
-        put("stop_token_ids", _token_ids(self.stop_token_ids))
+        put("stop_token_ids", _token_ids(self.stop_token_ids, optional=True))
         _flag("ignore_eos", self.ignore_eos)
         put("stop", _strings("stop", self.stop))
         put("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, high=None))
@@ -187,8 +210,10 @@ def _flag(name: str, value: object) -> None:
         raise InvalidRequestError(f"{name} must be True or False, got {value!r}")
 
 
-def _token_ids(value: object, name: str = "stop_token_ids") -> tuple[int | None, ...]:
-    """`value` as token ids. Raises `InvalidRequestError`."""
+def _token_ids(value: object, name: str = "stop_token_ids", *, optional: bool = False) -> tuple[int | None, ...]:
+    """`value` as token ids, None as none of them if `optional`. Raises `InvalidRequestError`."""
+    if value is None and optional:
+        return ()
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise InvalidRequestError(f"{name} must be a sequence of token ids, got {value!r}")
     return tuple(_integer(f"every one of {name}", i) for i in cast(Iterable[object], value))
@@ -207,11 +232,13 @@ def _biases(value: object) -> Mapping[int, float] | None:
         if key is None or number is None:
             raise InvalidRequestError(f"logit_bias[{token!r}] must be a number, got {bias!r}")
         biases[key] = number
-    return MappingProxyType(biases)
+    return TokenBiases(biases)
 
 
 def _words(value: object) -> tuple[str | tuple[int | None, ...], ...]:
-    """`value` as words: texts, and token id sequences, none of them empty. Raises `InvalidRequestError`."""
+    """`value` as words: texts, and token id sequences, none of them empty; None as no words. Raises `InvalidRequestError`."""
+    if value is None:
+        return ()
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise InvalidRequestError(f"bad_words must be a list of texts or of token id lists, got {value!r}")
     words: list[str | tuple[int | None, ...]] = []

@@ -203,7 +203,7 @@ class TokenStream:
             metrics=self.metrics,
             index=self._index,
             parts=() if self._form is None else self._form.parse(self.text_so_far),
-            prompt_logprobs=(None, *buffer.prompt_logprobs) if buffer.prompt_logprobs else None,
+            prompt_logprobs=(None, *buffer.prompt_logprobs) if buffer.scored else None,
             logprobs=tuple(report.logprob for report in buffer.logprobs) if buffer.logprobs else None,
             top_logprobs=tuple(report.top for report in buffer.logprobs) if buffer.logprobs else None,
         )

@@ -34,6 +34,7 @@ class StreamBuffer:
         "read",
         "reason",
         "request_id",
+        "scored",
         "status",
         "stride",
         "texts",
@@ -46,6 +47,8 @@ class StreamBuffer:
         self.request_id = request_id
         self.ids: list[int] = []
         self.texts: list[str] = []
+        self.scored = False
+        """The logprobs of the prompt were asked for."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.logprobs: list[TokenLogprobs] = []
         """One entry a token if the request asked for logprobs, else empty."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -122,10 +123,14 @@ def _running_loop() -> object:
 
 
 class Ports:
-    """The loops that one engine is used from."""
+    """The loops that one engine is used from.
+
+    A port lives as long as something that was made on its loop does (a stream, a reply): a loop that has ended is not kept,
+    whatever its kind, and trio does not say that it has.
+    """
 
     def __init__(self) -> None:
-        self._ports: dict[object, LoopPort] = {}
+        self._ports: weakref.WeakValueDictionary[object, LoopPort] = weakref.WeakValueDictionary()
 
     def current(self) -> LoopPort:
         """The port of the loop that is running in this thread. Raises `StreamError` outside of one."""
@@ -137,13 +142,7 @@ class Ports:
             ) from None
         port = self._ports.get(token)
         if port is None:
-            self.sweep()
             kind = _AsyncioPort if isinstance(token, asyncio.AbstractEventLoop) else _TrioPort
-            port = self._ports.setdefault(token, kind(token))
+            port = kind(token)
+            self._ports[token] = port  # no race: only a loop's own thread adds it
         return port
-
-    def sweep(self) -> None:
-        """Forget loops that are closed. Any thread."""
-        for token, port in list(self._ports.items()):
-            if port.closed or (isinstance(token, asyncio.AbstractEventLoop) and token.is_closed()):
-                self._ports.pop(token, None)

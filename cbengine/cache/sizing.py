@@ -92,6 +92,11 @@ def plan_memory(spec: ModelSpec, config: EngineConfig, memory: MemoryInfo, *, on
         raise ValueError(
             f"max_model_len={config.max_model_len} is more than the {spec.max_model_len} tokens that {spec.name} was made for"
         )
+    if max_len < 2:
+        raise ValueError(
+            f"max_model_len={max_len} leaves no room for an answer: a sequence is a prompt of at least one token and at least "
+            "one new one; it must be at least 2"
+        )
     share = config.max_memory_percent
     budget = int((share if share is not None else _CPU_SHARE if on_cpu else _ACCELERATOR_SHARE) * memory.free)
     if on_cpu and share is None:
@@ -109,6 +114,12 @@ def plan_memory(spec: ModelSpec, config: EngineConfig, memory: MemoryInfo, *, on
         raise ValueError(
             f"num_blocks={config.num_blocks} takes {plan.kv_bytes / 2**30:.1f} GiB with page_size={config.page_size}, and "
             f"{memory.free / 2**30:.1f} GiB are free; lower num_blocks, or leave it out to have it found out"
+        )
+    available = psutil.virtual_memory().available
+    if config.cpu_offload_space is not None and plan.offload_bytes > available:
+        raise ValueError(
+            f"cpu_offload_space={config.cpu_offload_space:g} (GiB) is more than the {available / 2**30:.1f} GiB of memory that "
+            "are free; lower it, or None for a share of what is free"
         )
     return plan
 

@@ -327,7 +327,7 @@ class StepLoop:
             parts.registry.scheduled(request.id)
         elif status.ended:
             parts.scheduler.remove(request)
-            parts.registry.ended(request.id, request.label)
+            parts.registry.ended(request.id)
             parts.counters.ended(status)
         parts.outbox.event(request)
         if status.ended:
@@ -356,7 +356,7 @@ class StepLoop:
             request.status, request.finish_reason = RequestStatus.FAILED, FinishReason.ERROR
             request.error = error(request.label)
             parts.counters.ended(request.status)
-            parts.registry.ended(request.id, request.label)
+            parts.registry.ended(request.id)
             parts.outbox.event(request)
         parts.requests.clear()
         parts.outbox.flush()

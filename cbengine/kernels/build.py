@@ -47,7 +47,7 @@ def find_or_build() -> Path:
             return path
     compiler = find_compiler()
     flags = native_flags()
-    key = hashlib.sha256("\n".join((source_hash(), _version(compiler), *flags, *cpu_flags())).encode()).hexdigest()[:20]
+    key = hashlib.sha256("\n".join((source_hash(), _version(compiler), *flags, *sorted(cpu_flags()))).encode()).hexdigest()[:20]
     path = _cache_folder() / library_name("native", key)
     if not path.is_file():
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from cbengine.execution.inputs import StepInputs
 
 _SMALLEST = 64  # tokens that the buffers hold at least
-Packed = Callable[[Linear, PackedMatrix], None]
+Packed = Callable[[Linear, PackedMatrix | EmbeddingTable], None]
 
 
 class _PackedLayer:
@@ -46,7 +47,7 @@ class NativeDecoder:
 
     Args:
         decoder: taken over; its large weights are dropped from it, one by one.
-        packed: called for every linear layer once it has been packed, so that its weights can be given up.
+        packed: called for every linear layer once it has been packed, so that its weights can be given up. Any thread.
 
     A token's logits do not depend, bit by bit, on what else is in the step, on how its prompt was cut into chunks, or on the
     number of threads.
@@ -56,10 +57,16 @@ class NativeDecoder:
         self._library = library
         self._decoder = decoder
         self._hidden = decoder.embedding.shape[1]
-        self._embedding = None if decoder.tied else EmbeddingTable(decoder.embedding)
+        self._embedding = None
+        if not decoder.tied:
+            self._embedding = EmbeddingTable(decoder.embedding)
+            packed(Linear([decoder.embedding], [None]), self._embedding)
         decoder.embedding = torch.empty(0)
-        self._head = _pack(library, decoder.head, packed)
-        self._layers = [_PackedLayer(library, layer, packed) for layer in decoder.layers]
+        # Looking for how weights can be kept takes a second or two for a billion of them.
+        with ThreadPoolExecutor(torch.get_num_threads(), "cbengine-pack") as pool:
+            head = pool.submit(_pack, library, decoder.head, packed)
+            self._layers = list(pool.map(lambda layer: _PackedLayer(library, layer, packed), decoder.layers))
+            self._head = head.result()
         self._norms: list[torch.Tensor] = []  # keeps contiguous copies alive
         self._kv: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._tokens = 0

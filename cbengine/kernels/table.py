@@ -25,6 +25,10 @@ class EmbeddingTable:
     def nbytes(self) -> int:
         return self.data.nbytes
 
+    def unpack(self) -> list[torch.Tensor]:
+        """The table as it was, float32 [vocabulary, hidden], alone in a list (as `PackedMatrix.unpack`)."""
+        return [self.data.float()]
+
 
 def is_exact(weight: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether every element of a float32 matrix survives being kept as `dtype`."""

@@ -26,7 +26,7 @@ from cbengine.kernels.reference import TorchDecoder
 from cbengine.models.base import ModelSpec
 from cbengine.models.fuse_linear import PackedLinears
 from cbengine.models.fuse_recognise import NotRecognised, recognise
-from cbengine.models.fuse_weights import GivenUp
+from cbengine.models.fuse_weights import GivenUp, settle
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +60,8 @@ class FusedNative:
         decoder = recognise(model, spec)
         self._weights = GivenUp()
         self._decoder = NativeDecoder(library, decoder, self._weights.give_up if owned else lambda *_: None)
+        if owned:
+            settle(model)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         return self._decoder.forward(inputs)

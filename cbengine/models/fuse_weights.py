@@ -9,6 +9,7 @@ from torch import nn
 
 from cbengine.kernels.decoder import Linear
 from cbengine.kernels.matrix import PackedMatrix
+from cbengine.kernels.table import EmbeddingTable
 
 
 class GivenUp:
@@ -19,15 +20,15 @@ class GivenUp:
     """
 
     def __init__(self) -> None:
-        self._kept: list[tuple[list[torch.Tensor], PackedMatrix]] = []
+        self._kept: list[tuple[list[torch.Tensor], PackedMatrix | EmbeddingTable]] = []
 
     @property
     def given_up(self) -> bool:
         """Whether the model lacks any weight."""
         return bool(self._kept)
 
-    def give_up(self, linear: Linear, packed: PackedMatrix) -> None:
-        """Drop the weights of one linear layer, which `packed` holds exactly."""
+    def give_up(self, linear: Linear, packed: PackedMatrix | EmbeddingTable) -> None:
+        """Drop the weights of one linear layer (or the embedding), which `packed` holds exactly. Any thread."""
         if not all(isinstance(source, nn.Parameter) for source in linear.sources):
             return
         self._kept.append((linear.sources, packed))
@@ -41,3 +42,13 @@ class GivenUp:
             for source, part in zip(sources, whole.split([s.shape[0] for s in sources]), strict=True):
                 source.data = part.clone()
         self._kept.clear()
+
+
+def settle(model: nn.Module) -> None:
+    """Move what is left of a model's weights to memory of its own.
+
+    They may be parts of one mapped file, which the smallest of them would keep in memory.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size():  # not given up
+            tensor.data = tensor.data.clone()

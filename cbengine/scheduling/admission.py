@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cbengine.errors import DuplicateRequestError, QueueFullError
 
@@ -19,7 +19,8 @@ class Registry:
 
     def __init__(self, max_queue_size: int, max_queued_tokens: int) -> None:
         self._lock = threading.Lock()
-        self._labels: dict[str, int] = {}
+        self._labels: dict[str, int] = {}  # -> how many of its requests live
+        self._label_of: dict[int, str] = {}  # id -> label
         self._max_requests = max_queue_size
         self._max_tokens = max_queued_tokens
         self._queued: dict[int, int] = {}  # id -> tokens it counts for
@@ -39,8 +40,10 @@ class Registry:
         """Whether a living request has this label."""
         return label in self._labels
 
-    def enter(self, request_id: int, label: str, tokens: int, submit: Callable[[], None]) -> None:
-        """Register a request that waits, and `submit()` it.
+    def enter(self, request_ids: Sequence[int], label: str, tokens: int, submit: Callable[[], None]) -> None:
+        """Register requests that wait, all or none, and `submit()` them: several answers to one prompt share a label.
+
+        Each of them counts for `tokens`.
 
         Raises `DuplicateRequestError`, `QueueFullError` or what `close` was given, and then has changed nothing.
         """
@@ -52,22 +55,30 @@ class Registry:
                     f"request_id {label!r} belongs to a request that is still alive; use another one, or wait for its end",
                     request_id=label,
                 )
-            if self._max_requests and len(self._queued) >= self._max_requests:
-                raise self._full(
-                    f"{len(self._queued)} requests are waiting and max_queue_size is {self._max_requests}", label
-                )
-            # An empty queue takes a request of any size: a limit under one prompt's length must not refuse it for ever.
-            if self._max_tokens and self._queued and self._tokens + tokens > self._max_tokens:
-                raise self._full(
-                    f"{self._tokens} prompt tokens are waiting, this request adds {tokens} and max_queued_tokens is "
-                    f"{self._max_tokens}",
-                    label,
-                )
-            self._labels[label] = request_id
-            self._queued[request_id] = tokens
-            self._tokens += tokens
+            self._check_room(len(request_ids), tokens * len(request_ids), label)
+            self._labels[label] = len(request_ids)
+            for request_id in request_ids:
+                self._label_of[request_id] = label
+                self._queued[request_id] = tokens
+                self._tokens += tokens
             # Under the lock, so that whoever closes the registry finds in the inbox every request that got in before.
             submit()
+
+    def _check_room(self, requests: int, tokens: int, label: str) -> None:
+        """Raise `QueueFullError` unless there is room for so many more. Under the lock."""
+        if not self._queued:
+            return  # it takes anything: a limit under what one call needs must not refuse it for ever
+        if self._max_requests and len(self._queued) + requests > self._max_requests:
+            more = f", this call adds {requests}" if requests > 1 else ""
+            raise self._full(
+                f"{len(self._queued)} requests are waiting{more} and max_queue_size is {self._max_requests}", label
+            )
+        if self._max_tokens and self._tokens + tokens > self._max_tokens:
+            raise self._full(
+                f"{self._tokens} prompt tokens are waiting, this request adds {tokens} and max_queued_tokens is "
+                f"{self._max_tokens}",
+                label,
+            )
 
     def close(self, error: Callable[[str], Exception]) -> None:
         """From now on nobody gets in: `enter` raises `error(label)`."""
@@ -86,11 +97,15 @@ class Registry:
         with self._lock:
             self._leave(request_id)
 
-    def ended(self, request_id: int, label: str) -> None:
-        """The request ended: its label is free."""
+    def ended(self, request_id: int) -> None:
+        """The request ended: its label is free, unless another one of that label lives."""
         with self._lock:
             self._leave(request_id)
-            if self._labels.get(label) == request_id:
+            label = self._label_of.pop(request_id, None)
+            if label is None:
+                return
+            self._labels[label] -= 1
+            if not self._labels[label]:
                 del self._labels[label]
 
     def _leave(self, request_id: int) -> None:

@@ -23,45 +23,64 @@ class _Aside:
     give_up_at: int
 
 
+_COMPACT = 64  # entries of the heap below which those of removed requests are left where they are
+
+
 class WaitingQueue:
-    """A heap by arrival, and the set-aside."""
+    """A heap by arrival, and the set-aside.
+
+    The heap has ids. One whose request is not in `_queued` is left over from a removal and is passed over; they are
+    dropped together once they are the most, so that a removal costs O(log n) on average.
+    """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, Request]] = []
-        self._aside: list[_Aside] = []
+        self._heap: list[int] = []
+        self._queued: dict[int, Request] = {}
+        self._aside: dict[int, _Aside] = {}
         self._impatient: set[int] = set()
         self._spare_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._heap) + len(self._aside)
+        return len(self._queued) + len(self._aside)
 
     def add(self, request: Request) -> None:
-        heapq.heappush(self._heap, (request.id, request))
+        self._queued[request.id] = request
+        heapq.heappush(self._heap, request.id)
 
     def remove(self, request: Request) -> None:
         """Forget the request, if it is here."""
         self._impatient.discard(request.id)
-        heap = [entry for entry in self._heap if entry[1] is not request]
-        if len(heap) != len(self._heap):
-            self._heap = heap
-            heapq.heapify(heap)
-        else:
-            self._aside = [entry for entry in self._aside if entry.request is not request]
+        self._aside.pop(request.id, None)
+        self._queued.pop(request.id, None)
+        if len(self._heap) > _COMPACT and len(self._heap) > 2 * len(self._queued):
+            self._heap = list(self._queued)
+            heapq.heapify(self._heap)
 
     def first(self) -> Request | None:
         """The next one to let in, among those who are not set aside."""
-        return self._heap[0][1] if self._heap else None
+        while self._heap and self._heap[0] not in self._queued:
+            heapq.heappop(self._heap)
+        return self._queued[self._heap[0]] if self._heap else None
 
     def head(self) -> Request | None:
         """The one that has waited longest, set aside or not."""
-        everyone = [request for _, request in self._heap[:1]] + [entry.request for entry in self._aside]
+        everyone = [entry.request for entry in self._aside.values()]
+        first = self.first()
+        if first is not None:
+            everyone.append(first)
         return min(everyone, key=lambda request: request.id, default=None)
 
     def pop(self) -> Request:
         """Take the first one out: it is let in."""
-        request = heapq.heappop(self._heap)[1]
+        request = self._take()
         self._impatient.discard(request.id)
         return request
+
+    def _take(self) -> Request:
+        request = self.first()
+        assert request is not None, "only what `first` has shown is taken"
+        heapq.heappop(self._heap)
+        return self._queued.pop(request.id)
 
     def has_patience(self, request: Request) -> bool:
         """False once it has waited for others long enough."""
@@ -69,8 +88,8 @@ class WaitingQueue:
 
     def set_aside(self, tokens: int, over: Callable[[], bool]) -> None:
         """The first one waits until `over()`, but not once `tokens` tokens could have been computed for it."""
-        request = heapq.heappop(self._heap)[1]
-        self._aside.append(_Aside(request, over, self._spare_tokens + tokens))
+        request = self._take()
+        self._aside[request.id] = _Aside(request, over, self._spare_tokens + tokens)
 
     def tick(self, spare_tokens: int) -> None:
         """A step was planned that had room for this many tokens more."""
@@ -80,11 +99,11 @@ class WaitingQueue:
         """Put those back in their place whose wait is over. True if there were any."""
         if not self._aside:
             return False
-        still: list[_Aside] = []
+        still: dict[int, _Aside] = {}
         before = len(self._aside)
-        for entry in self._aside:
+        for entry in self._aside.values():
             if not everyone and not entry.over() and self._spare_tokens < entry.give_up_at:
-                still.append(entry)
+                still[entry.request.id] = entry
                 continue
             if not entry.over():
                 self._impatient.add(entry.request.id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections import Counter
+from collections.abc import Callable
 
 import psutil
 
@@ -17,6 +18,9 @@ from cbengine.execution.pipeline import Pipeline
 from cbengine.execution.worker import Worker
 from cbengine.scheduling.request import Request
 from cbengine.testing.fake_tokenizer import FakeDetokenizer
+
+Record = Callable[[str, object], None]
+"""pytest's `record_property`."""
 
 PER_REQUEST = (CompletionIterator, FakeDetokenizer, Request, StreamBuffer, Submit, TokenStream)
 """Classes with one object, or a few, for each request."""

@@ -26,6 +26,14 @@ NOISE = (
 """What nobody wants to read when a program ends."""
 
 HEADER = """
+import atexit, threading, time
+
+def at_the_very_end():
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("cbengine-")]
+    print("ended", time.monotonic(), *left, flush=True)
+
+# The first to register is the last to run: everybody else has cleaned up by then, and the interpreter takes itself down.
+atexit.register(at_the_very_end)
 import asyncio, sys
 from cbengine import AsyncEngine
 from cbengine.testing import FakeModel
@@ -50,7 +58,9 @@ class Ended:
     out: str
     err: str
     seconds: float
-    """From the signal to the end, if one was sent."""
+    """From the signal, if one was sent, until everything was done but the interpreter's own end (with torch, a second)."""
+    threads: list[str]
+    """Threads of ours that were alive at that time: a daemon thread inside of torch may crash the process from here on."""
 
     @property
     def noise(self) -> list[str]:
@@ -85,4 +95,6 @@ def run(script: str, *, interrupt: bool = False, timeout: float = 60) -> Ended:
     finally:
         process.kill()
         process.wait()
-    return Ended(process.returncode, first + out, err, time.monotonic() - sent)
+    out, _, ended = (first + out).rpartition("ended ")
+    at, *threads = ended.split()
+    return Ended(process.returncode, out, err, float(at) - sent, threads)

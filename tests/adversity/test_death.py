@@ -126,7 +126,9 @@ async def _refuses_everything(engine: AsyncEngine, cause: BaseException) -> None
     engine.resume()
     await engine.stop()
     stats = engine.stats()
-    assert (stats.running, stats.waiting, stats.labels, stats.pages_used, stats.rows_used, stats.steps_in_flight) == (0,) * 6
+    assert (stats.running, stats.waiting, stats.labels, stats.pages_used, stats.rows_used, stats.steps_in_flight) == (
+        0,
+    ) * 6
     assert stats.generated_tokens > 0 and stats.requests_failed == 6
     assert engine.health().error is cause
 
@@ -223,4 +225,4 @@ async def test_cancelling_and_closing_streams_of_a_dead_engine() -> None:
             stream.cancel()
         assert [token async for token in streams[0]] == []
         assert streams[0].finish_reason is FinishReason.CANCELLED
-        del streams, stream
+        streams.clear()

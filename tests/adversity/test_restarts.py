@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +12,7 @@ from cbengine import AsyncEngine, EngineDeadError
 from cbengine.devices.base import DeviceLostError
 from cbengine.execution.inputs import StepInputs
 from cbengine.testing import FakeModel
-from tests.adversity.census import PER_REQUEST, PER_RUN, living, resident, threads
+from tests.adversity.census import PER_REQUEST, PER_RUN, Record, living, resident, threads
 from tests.api.fakes import fake_engine, prompt
 from tests.models.tiny import tiny
 from tests.support.loops import aio, eventually
@@ -43,17 +46,19 @@ async def test_engines_one_after_the_other_over_one_model() -> None:
     model = FakeModel()
     before = threads()
     for n in range(5):
-        async with fake_engine(model, page_size=4 + n) as engine:
+        engine = fake_engine(model, page_size=4 + n)
+        async with engine:
             answer = await engine.generate(prompt(9), max_new_tokens=6, ignore_eos=True)
             assert answer.token_ids == tuple(model.reference(prompt(9), 6, ignore_eos=True))
-    del engine
+        del engine
     await eventually(lambda: threads() == before)
     assert living(*PER_REQUEST, *PER_RUN) == {}
 
 
-def _large() -> AsyncEngine:
+def _large(fault: Callable[[StepInputs], None] | None = None) -> AsyncEngine:
     """Its cache has over 40 MiB, and the CPU pool for swapping 51."""
-    return fake_engine(FakeModel(max_model_len=2**20), page_size=256, num_blocks=6000, cpu_offload_space=0.05)
+    model = FakeModel(max_model_len=2**20, fault=fault)
+    return fake_engine(model, page_size=256, num_blocks=6000, cpu_offload_space=0.05)
 
 
 def _fill(engine: AsyncEngine) -> list[torch.UntypedStorage]:
@@ -70,7 +75,7 @@ def _fill(engine: AsyncEngine) -> list[torch.UntypedStorage]:
 
 
 @aio("asyncio")
-async def test_the_cache_is_given_back_by_every_stop(record_property: pytest.RecordProperty) -> None:
+async def test_the_cache_is_given_back_by_every_stop(record_property: Record) -> None:
     engine = _large()
     sizes: list[int] = []
     for _ in range(5):
@@ -88,14 +93,12 @@ async def test_the_cache_is_given_back_by_every_stop(record_property: pytest.Rec
 
 @aio("asyncio")
 async def test_the_cache_is_given_back_by_an_engine_that_died_whoever_keeps_its_error() -> None:
-    engine = _large()
-
     def fault(inputs: StepInputs) -> None:
         raise DeviceLostError("planted")
 
+    engine = _large(fault)
     await engine.start()
     memory = _fill(engine)
-    engine._model.fault = fault
     with pytest.raises(EngineDeadError) as caught:
         await engine.generate(prompt(9), max_new_tokens=6)
     await eventually(lambda: engine.health().status == "dead")
@@ -106,7 +109,7 @@ async def test_the_cache_is_given_back_by_an_engine_that_died_whoever_keeps_its_
 
 @aio("asyncio")
 async def test_a_callers_own_model_is_given_back_as_it_was() -> None:
-    model = tiny("llama")
+    model: Any = tiny("llama")
     ids = prompt(9)
 
     def state() -> list[object]:

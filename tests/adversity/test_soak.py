@@ -7,11 +7,12 @@ import random
 from collections.abc import Awaitable, Callable
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from cbengine import AsyncEngine
 from cbengine.testing import FakeModel
-from tests.adversity.census import PER_REQUEST, living, resident
+from tests.adversity.census import PER_REQUEST, Record, living, resident
 from tests.api.fakes import prompt, running
 from tests.support.leaks import idle
 from tests.support.loops import aio
@@ -39,7 +40,7 @@ async def _soak(engine: AsyncEngine, requests: int, rng: random.Random) -> None:
 
     async def cancel(number: int) -> None:
         stream = engine.stream(prompt(3), max_new_tokens=300, ignore_eos=True)
-        await anyio.sleep(0)
+        await anyio.lowlevel.checkpoint()
         stream.cancel()
 
     async def drop(number: int) -> None:
@@ -65,7 +66,7 @@ async def _soak(engine: AsyncEngine, requests: int, rng: random.Random) -> None:
     await idle(engine)
 
 
-async def _measure(engine: AsyncEngine, rounds: int, requests: int, record: pytest.RecordProperty) -> float:
+async def _measure(engine: AsyncEngine, rounds: int, requests: int, record: Record) -> float:
     """Soak in rounds; returns the growth of resident memory in bytes a request, the first two rounds left out."""
     rng = random.Random(1)
     sizes: list[int] = []
@@ -87,7 +88,7 @@ async def _measure(engine: AsyncEngine, rounds: int, requests: int, record: pyte
 
 
 @aio("asyncio", "uvloop")
-async def test_two_thousand_tiny_requests(record_property: pytest.RecordProperty) -> None:
+async def test_two_thousand_tiny_requests(record_property: Record) -> None:
     async with running(FakeModel(), num_blocks=400, max_batch_tokens=128, max_requests_per_batch=CLIENTS) as engine:
         await _measure(engine, 5, 400, record_property)
         stats = engine.stats()
@@ -96,7 +97,7 @@ async def test_two_thousand_tiny_requests(record_property: pytest.RecordProperty
 
 @pytest.mark.slow
 @aio("uvloop", timeout=600)
-async def test_twenty_thousand_tiny_requests(record_property: pytest.RecordProperty) -> None:
+async def test_twenty_thousand_tiny_requests(record_property: Record) -> None:
     async with running(FakeModel(), num_blocks=400, max_batch_tokens=128, max_requests_per_batch=CLIENTS) as engine:
         # A kilobyte kept for each request would be 1,024; the allocator's own noise is far below that by now.
         assert await _measure(engine, 10, 2000, record_property) < 256

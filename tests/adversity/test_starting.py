@@ -10,7 +10,13 @@ from typing import Any
 import anyio
 import pytest
 
-from cbengine import AsyncEngine, EngineNotStartedError, EngineStoppedError, InvalidRequestError, UnsupportedFeatureError
+from cbengine import (
+    AsyncEngine,
+    EngineNotStartedError,
+    EngineStoppedError,
+    InvalidRequestError,
+    UnsupportedFeatureError,
+)
 from cbengine.models.base import LayerSpec
 from cbengine.testing import FakeModel
 from tests.api.fakes import fake_engine, prompt, running
@@ -151,7 +157,7 @@ async def test_a_broken_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", [42, None, object(), ["model"]], ids=["42", "None", "object", "list"])
 async def test_something_that_is_no_model(model: Any) -> None:
     engine = AsyncEngine(model)
-    with pytest.raises(InvalidRequestError, match="a model is a hub id, a folder, a .gguf file or a transformers"):
+    with pytest.raises(InvalidRequestError, match=r"a model is a hub id, a folder, a .gguf file or a transformers"):
         await engine.start()
     await engine.aclose()
 

@@ -23,6 +23,7 @@ from cbengine import (
     SamplingParams,
     UnsupportedFeatureError,
 )
+from cbengine.options import RequestOptions
 from cbengine.testing import FakeModel
 from tests.api.fakes import Gate, prompt, running
 from tests.support.leaks import idle
@@ -42,14 +43,20 @@ class Bad:
     params: Any = None
     overrides: dict[str, Any] | None = None
 
-    def ask(self, engine: AsyncEngine) -> object:
+    def ask(self, engine: AsyncEngine, **more: Any) -> object:
         prompt = IDS if self.prompt is None else self.prompt
-        return engine.stream(prompt, self.params, **(self.overrides or {}))
+        arguments: Any = {**(self.overrides or {}), **more}
+        return engine.stream(prompt, self.params, **arguments)
 
 
 def _param(error_words: str, **overrides: Any) -> Bad:
     name = ",".join(f"{key}={value!r}" for key, value in overrides.items())
     return Bad(name, InvalidRequestError, error_words, overrides=overrides)
+
+
+class _BrokenArray:
+    def __array__(self, *args: object, **kwargs: object) -> object:
+        raise KeyError("broken")
 
 
 PROMPTS = [
@@ -63,6 +70,8 @@ PROMPTS = [
     Bad("negative id", InvalidRequestError, r"token id -1 is not in the vocabulary", [5, -1]),
     Bad("float ids", InvalidRequestError, "integer token ids, got list .*float64", [5.0]),
     Bad("bool ids", InvalidRequestError, "integer token ids", [True, False]),
+    Bad("a bool among ids", InvalidRequestError, "integer token ids, and this one has a bool", [True, 5]),
+    Bad("a numpy bool among ids", InvalidRequestError, "and this one has a bool", (5, np.True_)),
     Bad("texts", InvalidRequestError, "integer token ids", ["a", "b"]),
     Bad("nested ids", InvalidRequestError, "flat sequence", [[1, 2], [3, 4]]),
     Bad("ragged ids", InvalidRequestError, "text or token ids", [[1, 2], [3]]),
@@ -70,9 +79,15 @@ PROMPTS = [
     Bad("a number", InvalidRequestError, "got int", 5),
     Bad("a mapping", InvalidRequestError, "got dict", {"prompt": "hello"}),
     Bad("an object", InvalidRequestError, "got object", object()),
+    Bad("an object whose array is broken", InvalidRequestError, "text or token ids: 'broken'", _BrokenArray()),
     Bad("a float tensor", InvalidRequestError, "integer token ids", torch.ones(3)),
     Bad("a tensor with a gradient", InvalidRequestError, "text or token ids", torch.ones(3, requires_grad=True)),
-    Bad("longer than the cache", PromptTooLongError, r"has 400 tokens and the whole cache 400.* may have 399; shorten it", prompt(400)),
+    Bad(
+        "longer than the cache",
+        PromptTooLongError,
+        r"has 400 tokens and the whole cache 400.* may have 399; shorten it",
+        prompt(400),
+    ),
 ]
 
 PARAMS = [
@@ -101,16 +116,22 @@ PARAMS = [
     _param("unknown sampling parameter max_tokens; known are .*max_new_tokens", max_tokens=5),
     _param("request_id must be a string that is not empty", request_id=""),
     _param("request_id must be a string", request_id=7),
+    _param("request_id must be text that UTF-8 can encode", request_id="a\ud800"),
     _param("timeout must be a number of seconds above 0, or None, got 0", timeout=0),
     _param("timeout must be a number of seconds above 0", timeout=float("inf")),
     _param("queue_timeout must be a number of seconds above 0", queue_timeout="soon"),
+    _param("timeout must be a number of seconds above 0", timeout=10**400),
+    _param("queue_timeout must be a number of seconds above 0", queue_timeout=np.float32("nan")),
+    _param("queue_timeout must be a number of seconds above 0", queue_timeout=True),
     _param("backpressure must be one of buffer, pause, abort, got 'drop'", backpressure="drop"),
     _param("stream_buffer must be an integer of at least 1", stream_buffer=0),
+    _param("stream_buffer must be an integer of at least 1", stream_buffer=2.0),
+    _param("stream_buffer must be an integer of at least 1 .and at most", stream_buffer=10**400),
     Bad("params of another type", InvalidRequestError, "SamplingParams or None, got dict", params={"top_k": 1}),
 ]
 
 
-@aio(trio=True)
+@aio("asyncio", "trio")
 @pytest.mark.parametrize("bad", PROMPTS + PARAMS, ids=lambda bad: bad.name)
 async def test_refused_at_the_call_beside_a_healthy_stream(bad: Bad) -> None:
     gate = Gate()
@@ -133,7 +154,7 @@ async def test_refused_at_the_call_beside_a_healthy_stream(bad: Bad) -> None:
 async def test_the_error_carries_the_label(bad: Bad) -> None:
     async with running(num_blocks=100) as engine:
         with pytest.raises(bad.error) as caught:
-            engine.stream(IDS if bad.prompt is None else bad.prompt, bad.params, request_id="mine", **bad.overrides or {})
+            bad.ask(engine, request_id="mine")
         assert caught.value.request_id == "mine"
 
 
@@ -203,7 +224,9 @@ async def test_a_living_label_is_refused_and_a_dead_one_is_free() -> None:
     model = FakeModel(fault=gate)
     async with running(model) as engine:
         first = engine.stream(IDS, max_new_tokens=3, ignore_eos=True, request_id="a")
-        with pytest.raises(DuplicateRequestError, match="'a' belongs to a request that is still alive; use another") as e:
+        with pytest.raises(
+            DuplicateRequestError, match="'a' belongs to a request that is still alive; use another"
+        ) as e:
             engine.stream(prompt(6), request_id="a")
         assert e.value.request_id == "a"
         gate.open()
@@ -263,7 +286,7 @@ async def test_a_queue_full_of_tokens() -> None:
         first = engine.stream(prompt(120), max_new_tokens=1)  # an empty queue takes a request of any size
         await gate.someone_waits()
         queued = [engine.stream(prompt(20), max_new_tokens=1) for _ in range(2)]
-        with pytest.raises(QueueFullError, match="40 prompt tokens are waiting, this request adds 11 and .* is 50"):
+        with pytest.raises(QueueFullError, match=r"40 prompt tokens are waiting, this request adds 11 and .* is 50"):
             engine.stream(prompt(11))
         queued.append(engine.stream(prompt(10), max_new_tokens=1))
         gate.open()
@@ -282,8 +305,30 @@ async def test_parameters_of_an_object_and_overrides_over_them() -> None:
         assert len((await engine.generate(IDS, params, max_new_tokens=2)).token_ids) == 2
         assert params.max_new_tokens == 9
         numpy_ints = SamplingParams(max_new_tokens=np.int64(3), top_k=np.int32(5), seed=np.uint64(2**63))  # type: ignore[arg-type]
-        assert len((await engine.generate(np.array(IDS, np.uint8), numpy_ints, ignore_eos=True)).token_ids) == 3
+        array: Any = np.array(IDS, np.uint8)
+        assert len((await engine.generate(array, numpy_ints, ignore_eos=True)).token_ids) == 3
         assert len((await engine.generate(torch.tensor(IDS), params)).token_ids) == 9  # type: ignore[arg-type]
+
+
+@aio
+async def test_options_of_numpys_kinds() -> None:
+    async with running() as engine:
+        completion = await engine.generate(
+            IDS,
+            max_new_tokens=3,
+            ignore_eos=True,
+            timeout=np.float32(30),  # type: ignore[arg-type]
+            queue_timeout=np.int64(30),  # type: ignore[arg-type]
+            backpressure="pause",
+            stream_buffer=np.int32(1),  # type: ignore[arg-type]
+        )
+        assert len(completion.token_ids) == 3
+
+
+def test_options_become_plain_python() -> None:
+    options = RequestOptions(timeout=np.float64(2), queue_timeout=np.int8(3), stream_buffer=np.uint8(4))  # type: ignore[arg-type]
+    assert options == RequestOptions(timeout=2.0, queue_timeout=3.0, stream_buffer=4)
+    assert [type(v) for v in (options.timeout, options.queue_timeout, options.stream_buffer)] == [float, float, int]
 
 
 def test_features_that_are_not_there_are_requests_that_are_wrong() -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
 
 import anyio
 import pytest
+from anyio.lowlevel import checkpoint
 
 from cbengine import (
+    Completion,
     EmptyPromptError,
     EngineStoppedError,
     InvalidRequestError,
     PromptTooLongError,
     RequestFailedError,
 )
+from cbengine.batching import MAX_OUTSTANDING, CompletionIterator
 from cbengine.execution.inputs import StepInputs
 from cbengine.testing import FakeModel
 from tests.api.fakes import Gate, prompt, running
@@ -57,9 +61,7 @@ async def test_a_batch_may_be_any_iterable_and_may_be_empty() -> None:
 
     async with running(model) as engine:
         completions = await engine.generate_batch(prompts(), max_new_tokens=3, ignore_eos=True)
-        assert [c.token_ids for c in completions] == [
-            tuple(model.reference(p, 3, ignore_eos=True)) for p in prompts()
-        ]
+        assert [c.token_ids for c in completions] == [tuple(model.reference(p, 3, ignore_eos=True)) for p in prompts()]
         assert await engine.generate_batch([]) == []
         assert [c async for c in engine.as_completed([])] == []
         with pytest.raises(TypeError, match="got one text"):
@@ -206,6 +208,125 @@ async def test_stopping_the_engine_fails_a_batch_that_is_half_queued() -> None:
             gate.open()
             await engine.stop(hard=True)
         assert len(errors) == 1
+
+
+async def _take_all(iterator: CompletionIterator, taken: list[int]) -> None:
+    async for completion in iterator:
+        taken.append(completion.index)
+        await checkpoint()
+
+
+@aio(trio=True)
+async def test_several_tasks_share_an_iterator() -> None:
+    gate = Gate()
+    async with running(FakeModel(fault=gate)) as engine:
+        iterator = engine.as_completed([prompt(4, seed) for seed in range(20)], max_new_tokens=4)
+        taken: list[list[int]] = [[], [], []]
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as group:
+                for mine in taken:
+                    group.start_soon(_take_all, iterator, mine)
+                await gate.someone_waits()  # all of them wait by now
+                gate.open()
+        assert sorted(itertools.chain(*taken)) == list(range(20))
+
+
+@aio(trio=True)
+async def test_closing_wakes_whoever_waits() -> None:
+    gate = Gate()
+    async with running(FakeModel(fault=gate)) as engine:
+        iterator = engine.as_completed([prompt(4, seed) for seed in range(3)], max_new_tokens=400, ignore_eos=True)
+        taken: list[list[int]] = [[], []]
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as group:
+                for mine in taken:
+                    group.start_soon(_take_all, iterator, mine)
+                await gate.someone_waits()
+                gate.open()
+                await iterator.aclose()
+        assert taken == [[], []]
+        assert [c async for c in iterator] == []
+        await idle(engine)
+        assert engine.stats().requests_cancelled == 3
+
+
+def _broken_prompts() -> Iterator[list[int]]:
+    yield prompt(4, 0)
+    yield prompt(4, 1)
+    raise KeyError("the caller's own")
+
+
+@aio(trio=True)
+async def test_prompts_that_raise_start_nothing_twice() -> None:
+    """They fail while the two before, which the full queue has held up, are being started."""
+    gate = Gate()
+    async with running(FakeModel(fault=gate), max_queue_size=1, max_requests_per_batch=1) as engine:
+        first = engine.stream(prompt(3), max_new_tokens=1)
+        await gate.someone_waits()
+        blocking = engine.stream(prompt(3, 1), max_new_tokens=1)
+        iterator = engine.as_completed(_broken_prompts(), max_new_tokens=2, ignore_eos=True)  # the queue is full
+        gate.open()
+        seen: list[object] = []
+        while True:
+            try:
+                seen.append((await iterator.__anext__()).index)
+            except StopAsyncIteration:
+                break
+            except KeyError as error:
+                seen.append(error.args[0])
+        assert sorted(map(str, seen)) == ["0", "1", "the caller's own"]
+        await first.result()
+        await blocking.result()
+        await idle(engine)
+        assert engine.stats().requests_finished == 4
+        with pytest.raises(KeyError, match="the caller's own"):
+            await engine.generate_batch(_broken_prompts(), max_new_tokens=400)
+        await idle(engine)
+
+
+@aio(trio=True)
+async def test_prompts_without_end() -> None:
+    made = 0
+
+    def endless() -> Iterator[list[int]]:
+        nonlocal made
+        while True:
+            made += 1
+            yield [5]
+
+    async with running(max_requests_per_batch=4) as engine:
+        taken: list[Completion] = []
+        async for completion in engine.as_completed(endless(), max_new_tokens=1):
+            taken.append(completion)
+            assert made <= MAX_OUTSTANDING + len(taken) + 1
+            if len(taken) == 30:
+                break
+        assert sorted({c.index for c in taken}) == sorted(c.index for c in taken)
+
+
+@aio(trio=True)
+async def test_wrong_prompts_without_end_leave_the_loop_to_others() -> None:
+    async with running() as engine:
+        with anyio.move_on_after(0.05) as scope:
+            await engine.generate_batch(itertools.repeat([]), return_exceptions=True)
+        assert scope.cancelled_caught
+
+
+@aio(trio=True)
+async def test_dropping_the_iterator_after_an_error_needs_no_collector() -> None:
+    gate = Gate()
+    async with running(FakeModel(fault=gate)) as engine:
+        gc.disable()
+        try:
+            iterator = engine.as_completed([[], prompt(4), prompt(5)], max_new_tokens=400, ignore_eos=True)
+            with pytest.raises(EmptyPromptError):
+                await iterator.__anext__()
+            del iterator
+            gate.open()
+            await idle(engine)
+            assert engine.stats().requests_cancelled == 2
+        finally:
+            gc.enable()
 
 
 @aio

@@ -6,9 +6,20 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
-from cbengine import AsyncEngine, FinishReason, InvalidRequestError, QueueFullError, SamplingParams, StreamError
+from cbengine import (
+    AsyncEngine,
+    DuplicateRequestError,
+    FinishReason,
+    InvalidRequestError,
+    PromptTooLongError,
+    QueueFullError,
+    SamplingParams,
+    StreamClosedError,
+    StreamError,
+)
 from cbengine.execution.noise import derive_seed
 from cbengine.testing import FakeModel
 from tests.support.leaks import idle
@@ -89,12 +100,67 @@ async def test_leaving_ends_all() -> None:
 async def test_all_or_none_are_let_in() -> None:
     async with make(max_queue_size=3) as engine:
         async with engine.paused():
-            with pytest.raises(QueueFullError):
-                engine.stream(PROMPT, n=5)
-            await idle(engine)
-        assert len((await engine.generate(PROMPT, n=3, **RANDOM)).choices) == 3
+            waiting = engine.stream(PROMPT, n=1, **RANDOM)
+            with pytest.raises(QueueFullError, match="1 requests are waiting, this call adds 3"):
+                engine.stream(PROMPT, n=3)
+            assert engine.stats().labels == 1
+            waiting.cancel()
+        await idle(engine)
+        # What could never get in otherwise gets in when nobody else waits.
+        batch = await engine.generate_batch([PROMPT, PROMPT[:5]], n=5, **RANDOM)
+        assert [len(answer.choices) for answer in batch] == [5, 5]
         with pytest.raises(InvalidRequestError, match="from 1 to 128"):
             engine.stream(PROMPT, n=0)
+
+
+@aio(trio=True)
+async def test_cancelling_a_result_cancels_all() -> None:
+    async with AsyncEngine(FakeModel(eos_token_ids=(), delay=0.005), **SETTINGS) as engine:
+        stream = engine.stream(PROMPT, n=4, max_new_tokens=500)
+        with anyio.move_on_after(0.03) as scope:
+            await stream.result()
+        assert scope.cancelled_caught
+        assert [choice.finish_reason for choice in stream.choices] == [FinishReason.CANCELLED] * 4
+        await idle(engine)
+
+
+@aio
+async def test_an_answer_that_failed_leaves_the_others_readable() -> None:
+    async with AsyncEngine(FakeModel(eos_token_ids=(), delay=0.002), **SETTINGS) as engine:
+        stream = engine.stream(PROMPT, n=2, max_new_tokens=20)
+        await stream.choices[0].aclose()
+        with pytest.raises(StreamClosedError):
+            await stream.result()
+        assert len((await stream.choices[1].result()).token_ids) == 20
+
+
+@aio
+async def test_one_label_for_all() -> None:
+    async with AsyncEngine(FakeModel(eos_token_ids=(), delay=0.002), **SETTINGS) as engine:
+        stream = engine.stream(PROMPT, n=3, max_new_tokens=30, request_id="a")
+        assert stream.request_id == "a" and "'a'" in repr(stream)
+        assert [choice.request_id for choice in stream.choices] == ["a[0]", "a[1]", "a[2]"]
+        assert engine.stats().labels == 1
+        for cancelled in stream.choices[:2]:
+            with pytest.raises(DuplicateRequestError, match="'a' belongs to") as caught:
+                engine.stream(PROMPT, request_id="a")
+            assert caught.value.request_id == "a"
+            await cancelled.aclose()
+        with pytest.raises(DuplicateRequestError):
+            engine.stream(PROMPT, n=2, request_id="a")
+        await stream.choices[2].result()
+        whole = await engine.generate(PROMPT, n=2, request_id="a", **RANDOM)
+        assert whole.request_id == "a" and [c.request_id for c in whole.choices] == ["a[0]", "a[1]"]
+
+
+@aio
+async def test_what_is_wrong_with_a_long_text_names_the_request() -> None:
+    async with make() as engine:
+        stream = engine.stream("x" * 50_000, n=2, request_id="long")
+        for choice in stream.choices:
+            with pytest.raises(PromptTooLongError) as caught:
+                await choice.result()
+            assert caught.value.request_id == "long"
 
 
 @aio

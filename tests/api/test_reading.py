@@ -116,6 +116,7 @@ async def test_result_beside_a_reader() -> None:
     model = FakeModel()
     expected = model.reference(PROMPT, NEW, ignore_eos=True)
     results: list[tuple[int, ...]] = []
+    tokens: list[int] = []
 
     async with running(model) as engine:
         stream = engine.stream(PROMPT, max_new_tokens=NEW, ignore_eos=True)
@@ -126,7 +127,7 @@ async def test_result_beside_a_reader() -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(wait)
             group.start_soon(wait)
-            tokens = [token.id async for token in stream]
+            tokens += [token.id async for token in stream]
     assert tokens == expected
     assert results == [tuple(expected)] * 2
 

@@ -46,6 +46,7 @@ BAD: list[tuple[str, Any, type[Exception]]] = [
     ("device", 0, TypeError),
     ("backpressure", "drop", ValueError),
     ("stream_buffer", 0, ValueError),
+    ("stream_buffer", 10**400, ValueError),
     ("allow_block_sharing", None, TypeError),
     ("admission", "hopeful", ValueError),
     ("preemption", "kill", ValueError),
@@ -88,7 +89,9 @@ def test_limits_themselves_are_allowed(settings: dict[str, Any]) -> None:
 
 
 def test_an_unknown_setting_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(TypeError, match="unknown setting max_batch_size; known are .*attention_backend, .*max_batch_tokens"):
+    with pytest.raises(
+        TypeError, match=r"unknown setting max_batch_size; known are .*attention_backend, .*max_batch_tokens"
+    ):
         AsyncEngine(FakeModel(), max_batch_size=8)
     with pytest.raises(TypeError, match="max_batch_size"):
         AsyncEngine.from_pretrained("whatever", max_batch_size=8)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbengine.attention import AttentionBackend, LayerKV, available, choose
+from cbengine.attention.cpu import CpuBackend
 from cbengine.attention.eager import EagerBackend
 from cbengine.attention.sdpa import SdpaBackend
 from cbengine.cache.geometry import READ_BLOCK, WRITE_BLOCK
@@ -19,7 +20,7 @@ from cbengine.errors import InvalidRequestError, UnsupportedFeatureError
 from cbengine.models.base import LayerSpec, ModelSpec
 from tests.attention.packing import Work, step
 
-BACKENDS = [EagerBackend, SdpaBackend]
+BACKENDS = [CpuBackend, EagerBackend, SdpaBackend]
 LAYOUTS = ["dense", "pool", "odd"]
 
 
@@ -191,7 +192,7 @@ def test_one_backend_serves_step_after_step() -> None:
             check(replace(case, decodes=contexts, chunks=chunks, window=window, page_size=64), backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [EagerBackend, SdpaBackend])  # the kernels are for float32
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(backend: type[AttentionBackend], dtype: torch.dtype) -> None:
     for softcap in (None, 5.0):
@@ -248,16 +249,20 @@ def spec(window: int | None = None) -> ModelSpec:
 
 def test_choice_by_name() -> None:
     cpu = torch.device("cpu")
-    assert available() == ["eager", "sdpa"]
-    assert isinstance(choose(None, cpu, spec()), SdpaBackend)
+    assert available() == ["cpu", "eager", "sdpa"]
+    assert isinstance(choose(None, cpu, spec()), CpuBackend)
+    half = replace(spec(), kv_dtype=torch.bfloat16)
+    assert isinstance(choose(None, cpu, half), SdpaBackend)
+    with pytest.raises(UnsupportedFeatureError, match="float32"):
+        choose("cpu", cpu, half)
     assert isinstance(choose("eager", cpu, spec(7)), EagerBackend)
     assert choose("sdpa", cpu, spec()) is not choose("sdpa", cpu, spec())
-    with pytest.raises(InvalidRequestError, match=r"unknown attention backend 'flash'.*eager, sdpa"):
+    with pytest.raises(InvalidRequestError, match=r"unknown attention backend 'flash'.*cpu, eager, sdpa"):
         choose("flash", cpu, spec())
 
 
 def test_choice_checks_what_the_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SdpaBackend, "supports_window", False)
     assert isinstance(choose("sdpa", torch.device("cpu"), spec()), SdpaBackend)
-    with pytest.raises(UnsupportedFeatureError, match=r"no sliding window.*use one of eager"):
+    with pytest.raises(UnsupportedFeatureError, match=r"no sliding window.*use one of cpu, eager"):
         choose("sdpa", torch.device("cpu"), spec(7))

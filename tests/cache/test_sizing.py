@@ -131,6 +131,21 @@ def test_a_context_that_the_model_was_not_made_for() -> None:
     assert _plan(8 * GIB).max_model_len == 8192
 
 
+def test_a_context_without_room_for_an_answer() -> None:
+    with pytest.raises(ValueError, match=r"max_model_len=1 leaves no room for an answer.*at least 2"):
+        _plan(8 * GIB, max_model_len=1)
+    assert _plan(8 * GIB, max_model_len=2).max_model_len == 2
+
+
+def test_a_pool_that_the_machine_has_no_memory_for() -> None:
+    with pytest.raises(
+        ValueError, match=r"cpu_offload_space=1e\+09 \(GiB\) is more than the .* GiB of memory that are free"
+    ):
+        _plan(8 * GIB, cpu_offload_space=1e9)
+    assert _plan(8 * GIB, cpu_offload_space=0.1).offload_bytes <= 0.1 * GIB
+    assert _plan(8 * GIB, cpu_offload_space=1e9, preemption="recompute").offload_bytes == 0
+
+
 def test_more_blocks_than_there_is_memory_for() -> None:
     with pytest.raises(ValueError, match=r"num_blocks=1000 takes 11.0 GiB .* 8.0 GiB are free"):
         _plan(8 * GIB, num_blocks=1000)

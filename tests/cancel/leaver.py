@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -42,7 +43,7 @@ class Leaver:
             self.ended.set()
 
 
-Way = Callable[[Leaver], Awaitable[None]]
+Way = Callable[[Leaver], Coroutine[Any, Any, None]]
 
 
 @asynccontextmanager
@@ -65,6 +66,9 @@ async def leave_at(offset: int, way: Way, *, read: bool = True, keep: bool = Tru
         stays = engine.stream(STAYS, max_new_tokens=STAYS_FOR, ignore_eos=True)
         await gate.someone_waits()
         leaver = Leaver(engine.stream(LEAVES, max_new_tokens=LEAVES_FOR, ignore_eos=True, request_id="leaver"))
+        stream = leaver.stream if keep else None
+        finished: FinishReason | None = None
+        again: list[TokenStream] = []
         expected = model.reference(LEAVES, LEAVES_FOR, ignore_eos=True)
         async with anyio.create_task_group() as group:
             if read:
@@ -74,7 +78,6 @@ async def leave_at(offset: int, way: Way, *, read: bool = True, keep: bool = Tru
             await eventually(lambda: engine.stats().steps == gate.arrived + 1)
             await anyio.sleep(0.001)
             finished = leaver.stream.finish_reason
-            stream = leaver.stream if keep else None
             if stream is None:
                 await way(leaver)
             else:
@@ -83,10 +86,10 @@ async def leave_at(offset: int, way: Way, *, read: bool = True, keep: bool = Tru
             gate.let_pass(2)
             await eventually(lambda: _only_one_left(engine), what=f"everything back two steps after step {offset}")
             # The label is free, while its neighbour is still at it.
-            again = engine.stream(LEAVES, max_new_tokens=LEAVES_FOR, ignore_eos=True, request_id="leaver")
+            again.append(engine.stream(LEAVES, max_new_tokens=LEAVES_FOR, ignore_eos=True, request_id="leaver"))
             gate.open()
         assert (await stays.result()).token_ids == tuple(model.reference(STAYS, STAYS_FOR, ignore_eos=True))
-        assert (await again.result()).token_ids == tuple(expected)
+        assert (await again[0].result()).token_ids == tuple(expected)
         if stream is not None:
             _check_left(stream, leaver.seen, expected, finished)
         await idle(engine)

@@ -122,7 +122,9 @@ async def test_who_was_cut_off_may_come_back_at_once_under_the_same_label() -> N
         answers: dict[int, tuple[int, ...]] = {}
 
         async def client(number: int) -> None:
-            answer = await engine.generate(prompt(6, number), max_new_tokens=8, ignore_eos=True, request_id=f"c{number}")
+            answer = await engine.generate(
+                prompt(6, number), max_new_tokens=8, ignore_eos=True, request_id=f"c{number}"
+            )
             answers[number] = answer.token_ids
 
         for attempt in range(3):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from cbengine import AsyncEngine
@@ -53,7 +54,7 @@ async def batch(engine: AsyncEngine) -> None:
 
 async def as_completed(engine: AsyncEngine) -> None:
     async for _ in engine.as_completed([PROMPT, prompt(3)], max_new_tokens=NEW, ignore_eos=True):
-        await anyio.sleep(0)
+        await anyio.lowlevel.checkpoint()
 
 
 async def slow_chunks(engine: AsyncEngine) -> None:
@@ -71,7 +72,7 @@ async def slow_reader_with_backpressure(engine: AsyncEngine) -> None:
 async def paused(engine: AsyncEngine) -> None:
     async with engine.paused():
         stream = engine.stream(PROMPT, max_new_tokens=2, ignore_eos=True, request_id="life")
-        await anyio.sleep(0)
+        await anyio.lowlevel.checkpoint()
     await stream.result()
 
 

@@ -156,9 +156,9 @@ class Witness:
         last = self._last_step.get(row, 0)
         self._check(last <= self.finished, "I3", f"{what} {row} came back before its last step {last} was done")
 
-    def _label_freed(self, inner: Callable[..., None], request_id: int, label: str) -> None:
-        self._check(self._inside > 0, "I2", f"label {label} was freed outside of a transition")
-        inner(request_id, label)
+    def _label_freed(self, inner: Callable[..., None], request_id: int) -> None:
+        self._check(self._inside > 0, "I2", f"the label of request {request_id} was freed outside of a transition")
+        inner(request_id)
 
     # --- steps -----------------------------------------------------------------------------------------------------
 

@@ -12,10 +12,10 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import anyio
-import pytest
 
 from cbengine import AsyncEngine
-from cbengine.testing import FakeModel
+from cbengine.testing import FakeModel, FakeTokenizer
+from tests.adversity.census import Record
 from tests.api.fakes import prompt, running
 from tests.support.guard import LoopGuard
 from tests.support.leaks import idle
@@ -44,7 +44,7 @@ class Heartbeat:
             await asyncio.sleep(self.period)
             self.late.append(time.monotonic() - due)
 
-    def report(self, record: pytest.RecordProperty, guard: LoopGuard) -> None:
+    def report(self, record: Record, guard: LoopGuard) -> None:
         """Put the figures into the test's report."""
         late = sorted(self.late)
         figures = {
@@ -60,15 +60,25 @@ class Heartbeat:
         print(figures)
 
 
+class SlowTokenizer(FakeTokenizer):
+    """Computes for 50 ms at a long text: more than the guard lets anything on the loop have."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        end = time.thread_time() + (0.05 if len(text) > 4000 else 0.0)
+        while time.thread_time() < end:
+            pass
+        return super().encode(text)
+
+
 @aio
 async def test_thirty_two_streams_and_a_long_text(
-    loop_guard: LoopGuard, record_property: pytest.RecordProperty, loop_kind: str
+    loop_guard: LoopGuard, record_property: Record, loop_kind: str
 ) -> None:
     model = FakeModel(max_model_len=8192, delay=0.002)
     text = "The quick brown fox. " * 238 + "x"  # one token for each character
     heart = Heartbeat()
     settings = {"page_size": 16, "num_blocks": 1200, "max_batch_tokens": 512, "max_requests_per_batch": 64}
-    async with running(model, **settings) as engine:
+    async with running(model, tokenizer=SlowTokenizer(), **settings) as engine:
         async with heart.beating():
             streams = [engine.stream(prompt(20, n), max_new_tokens=60, ignore_eos=True) for n in range(32)]
             await streams[0].__anext__()
@@ -89,7 +99,7 @@ async def _read(stream: object) -> None:
 
 @aio("uvloop")
 async def test_a_real_model_with_a_long_text(
-    real_engine: AsyncEngine, loop_guard: LoopGuard, record_property: pytest.RecordProperty
+    real_engine: AsyncEngine, loop_guard: LoopGuard, record_property: Record
 ) -> None:
     heart = Heartbeat()
     async with heart.beating():

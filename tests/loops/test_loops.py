@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -235,11 +236,15 @@ def test_streams_left_behind_by_a_loop_that_raises(kind: str) -> None:
         assert engine.stats().requests_cancelled == 5
 
 
-def test_ports_of_closed_loops_are_forgotten() -> None:
+@every_kind
+def test_ports_of_closed_loops_are_forgotten(kind: str) -> None:
     async def use() -> None:
         await engine.generate(prompt(3), max_new_tokens=2)
 
     with started() as engine:
         for _ in range(20):
-            run_on("asyncio", use)
-        assert len(engine._ports._ports) <= 2
+            run_on(kind, use)
+        deadline = time.monotonic() + 5
+        while len(engine._ports._ports) and time.monotonic() < deadline:
+            time.sleep(0.002)  # the engine thread may hold the last answer for a moment
+        assert len(engine._ports._ports) == 0

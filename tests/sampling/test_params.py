@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from fractions import Fraction
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from cbengine.errors import InvalidRequestError
 from cbengine.sampling import SamplingParams
+from cbengine.text.structured_spec import StructuredSpec
 
 BAD: list[tuple[str, Any, str]] = [
     ("max_new_tokens", 0, "at least 1"),
@@ -44,7 +46,6 @@ BAD: list[tuple[str, Any, str]] = [
     ("stop_token_ids", "12", "a sequence of token ids"),
     ("stop_token_ids", b"12", "a sequence of token ids"),
     ("stop_token_ids", 12, "a sequence of token ids"),
-    ("stop_token_ids", None, "a sequence of token ids"),
     ("stop_token_ids", [1, -1], "at least 0"),
     ("stop_token_ids", [1, 2.0], "an integer"),
     ("stop_token_ids", ["1"], "an integer"),
@@ -118,6 +119,26 @@ def test_numbers_without_end_fit_the_engines_arrays() -> None:
 def test_is_frozen() -> None:
     with pytest.raises(AttributeError):
         SamplingParams().top_k = 3  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        SamplingParams(logit_bias={1: 2.0}).logit_bias[1] = 3.0  # type: ignore[index]
+
+
+def test_survives_copies_and_processes() -> None:
+    given = {np.int64(7): np.float32(0.5), 3: -2}
+    params = SamplingParams(
+        logit_bias=given, bad_words=["no", [1, 2]], stop="end", structured=StructuredSpec(regex="a+")
+    )  # type: ignore[arg-type]
+    given.clear()
+    for twin in (pickle.loads(pickle.dumps(params)), copy.deepcopy(params), copy.copy(params), params.merged(n=1)):
+        assert twin == params and hash(twin) == hash(params) and repr(twin) == repr(params)
+        assert twin.logit_bias == {7: 0.5, 3: -2.0} and dict(twin.logit_bias) == {7: 0.5, 3: -2.0}
+    assert params != params.merged(logit_bias={7: 0.5}) and max(params.logit_bias or ()) == 7
+
+
+def test_none_is_nothing() -> None:
+    params = SamplingParams(stop_token_ids=None, bad_words=None, stop=None, logit_bias=None)  # type: ignore[arg-type]
+    assert params == SamplingParams()
+    assert SamplingParams(stop_token_ids=(1,), bad_words=["x"]).merged(stop_token_ids=None, bad_words=None) == params
 
 
 def test_merged() -> None:

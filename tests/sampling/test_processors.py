@@ -227,6 +227,13 @@ def test_bad_values(arguments: dict[str, Any], says: str) -> None:
     asyncio.run(main())
 
 
+def test_prompt_logprobs_of_a_prompt_of_one_token() -> None:
+    scored, plain = answers(
+        FakeModel(), [([5], {"max_new_tokens": 1, "prompt_logprobs": 0}), ([5], {"max_new_tokens": 1})], **FAKE
+    )
+    assert scored.prompt_logprobs == (None,) and plain.prompt_logprobs is None
+
+
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_prompt_logprobs_of_a_split_and_preempted_prompt(asynchronous: bool) -> None:
     """The toy model's logits depend on every token before, so each report must come from the right position."""

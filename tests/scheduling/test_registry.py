@@ -15,7 +15,7 @@ from cbengine.scheduling.admission import Registry
 def _enter(
     registry: Registry, number: int, tokens: int = 1, label: str = "", submit: Callable[[], None] | None = None
 ) -> None:
-    registry.enter(number, label or f"r{number}", tokens, submit or (lambda: None))
+    registry.enter([number], label or f"r{number}", tokens, submit or (lambda: None))
 
 
 def _counts(registry: Registry) -> tuple[int, int]:
@@ -28,7 +28,7 @@ def test_a_request_is_submitted_when_it_gets_in() -> None:
     assert submitted == [7] and _counts(registry) == (1, 1)
     registry.scheduled(7)
     assert _counts(registry) == (1, 0)  # it lives, and waits no more
-    registry.ended(7, "r7")
+    registry.ended(7)
     assert _counts(registry) == (0, 0)
 
 
@@ -39,7 +39,7 @@ def test_a_label_belongs_to_one_of_the_living() -> None:
     with pytest.raises(DuplicateRequestError, match="'mine' belongs to a request that is still alive") as raised:
         _enter(registry, 1, label="mine", submit=lambda: submitted.append(1))
     assert raised.value.request_id == "mine" and submitted == [] and _counts(registry) == (1, 0)
-    registry.ended(0, "mine")
+    registry.ended(0)
     _enter(registry, 2, label="mine", submit=lambda: submitted.append(2))
     assert submitted == [2]
 
@@ -47,9 +47,9 @@ def test_a_label_belongs_to_one_of_the_living() -> None:
 def test_a_late_end_does_not_free_the_label_of_the_next_one() -> None:
     registry = Registry(0, 0)
     _enter(registry, 0, label="mine")
-    registry.ended(0, "mine")
+    registry.ended(0)
     _enter(registry, 1, label="mine")
-    registry.ended(0, "mine")
+    registry.ended(0)
     with pytest.raises(DuplicateRequestError):
         _enter(registry, 2, label="mine")
 
@@ -63,7 +63,7 @@ def test_the_queue_is_limited_by_requests() -> None:
     assert raised.value.request_id == "r2" and _counts(registry) == (2, 2)
     registry.scheduled(0)  # who runs does not count
     _enter(registry, 2)
-    registry.ended(1, "r1")  # and neither does who ended while it waited
+    registry.ended(1)  # and neither does who ended while it waited
     _enter(registry, 3)
     assert _counts(registry) == (3, 2)
 
@@ -137,6 +137,46 @@ def test_the_hint_follows_how_fast_the_queue_moves(monkeypatch: pytest.MonkeyPat
     assert hint() == 0.01
 
 
+def test_siblings_get_in_together_or_not_at_all() -> None:
+    registry, submitted = Registry(3, 100), list[int]()
+
+    def enter(ids: list[int], label: str, tokens: int = 1) -> None:
+        registry.enter(ids, label, tokens, lambda: submitted.extend(ids))
+
+    enter([0], "alone")
+    with pytest.raises(QueueFullError, match=r"1 requests are waiting, this call adds 3 and max_queue_size is 3"):
+        enter([1, 2, 3], "three")
+    with pytest.raises(QueueFullError, match=r"1 prompt tokens are waiting, this request adds 120 and .* is 100"):
+        enter([1, 2], "two", 60)
+    assert submitted == [0] and _counts(registry) == (1, 1)
+    enter([1, 2], "two", 49)
+    assert submitted == [0, 1, 2] and _counts(registry) == (2, 3)
+
+
+def test_an_empty_queue_takes_any_number_of_siblings() -> None:
+    registry = Registry(2, 10)
+    registry.enter(list(range(5)), "five", 100, lambda: None)
+    assert _counts(registry) == (1, 5)
+    for number in range(5):
+        with pytest.raises(QueueFullError):
+            _enter(registry, 5)
+        registry.scheduled(number)
+    _enter(registry, 5)
+
+
+def test_a_label_is_taken_while_any_sibling_lives() -> None:
+    registry = Registry(0, 0)
+    registry.enter([0, 1, 2], "a", 1, lambda: None)
+    for number in (1, 0, 2):
+        assert registry.is_alive("a")
+        with pytest.raises(DuplicateRequestError, match="'a' belongs to"):
+            _enter(registry, 3, label="a")
+        registry.ended(number)
+        registry.ended(number)  # an end counts once
+    assert not registry.is_alive("a") and _counts(registry) == (0, 0)
+    _enter(registry, 3, label="a")
+
+
 def test_a_closed_registry_lets_nobody_in() -> None:
     registry, submitted = Registry(0, 0), list[int]()
     _enter(registry, 0)
@@ -144,7 +184,7 @@ def test_a_closed_registry_lets_nobody_in() -> None:
     with pytest.raises(EngineStoppedError, match="no more: r1") as raised:
         _enter(registry, 1, submit=lambda: submitted.append(1))
     assert raised.value.request_id == "r1" and submitted == [] and _counts(registry) == (1, 1)
-    registry.ended(0, "r0")
+    registry.ended(0)
     assert _counts(registry) == (0, 0)
 
 
@@ -191,7 +231,7 @@ def test_the_limit_holds_among_threads() -> None:
                 continue
             most.append(registry.num_queued)
             registry.scheduled(key)
-            registry.ended(key, f"r{key}")
+            registry.ended(key)
 
     _together(8, race)
     assert max(most) <= 3 and len(inside) == len(most)

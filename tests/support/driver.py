@@ -134,7 +134,7 @@ class Driver:
             )
         driven = Driven(request, buffer, list(expected))
         self.driven.append(driven)
-        self.registry.enter(number, request.label, len(prompt), lambda: self.inbox.put(Submit(request)))
+        self.registry.enter([number], request.label, len(prompt), lambda: self.inbox.put(Submit(request)))
         return driven
 
     def cancel(self, driven: Driven) -> None:

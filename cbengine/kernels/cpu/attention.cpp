@@ -21,6 +21,11 @@ int64_t most_rows(int64_t heads, int64_t kv_heads) {
   return rows > heads ? rows : heads;
 }
 
+// Memory is read as fast as it can be only if it is asked for all the time, so the lines of the next block are asked for in
+// four places: every second one of the keys while the present keys are transposed, and of the values while they are summed,
+// the others (`fetch`) in between.
+constexpr int LINE = 16;  // floats
+
 // Where the keys and values of one block lie: those of KV head 0.
 struct Places {
   const float* key[KEYS];
@@ -143,6 +148,13 @@ class Block {
     if (end > 0) find(task.later, begin / KEYS * KEYS, begin, end, s.next);
   }
 
+  // Asks for every second line of rows [from, to) of the next block.
+  void fetch(const float* const* rows, int from, int to, int64_t head) const {
+    const int64_t offset = (task.head + head) * op.pages.head_stride;
+    for (int j = from; j < to; ++j)
+      for (int64_t d = LINE; d < op.dim; d += 2 * LINE) __builtin_prefetch(rows[j] + offset + d, 0, 2);
+  }
+
   // Transposes keys [from, to) of the present block.
   void load_keys(int from, int to, int64_t head) {
     const int64_t offset = head * op.pages.head_stride;
@@ -164,7 +176,7 @@ class Block {
 #pragma GCC unroll 16
       for (int i = 0; i < VW; ++i) {
         x[i] = load(row[i] + offset + d);
-        if (d % 16 == 0) __builtin_prefetch(s.next.key[j + i] + offset + d, 0, 2);
+        if (d % (2 * LINE) == 0) __builtin_prefetch(s.next.key[j + i] + offset + d, 0, 2);
       }
       transpose(x);
 #pragma GCC unroll 16
@@ -180,13 +192,17 @@ class Block {
     const int64_t row = head * rows + in_head;
     const float* query = s.query + row * op.dim;
     with_rows(count, [&](auto mr) {
-      for (int p = first; p < last; ++p)
+      for (int p = first; p < last; ++p) {
+        if (in_head == 0) fetch(s.next.key, p * NR, (p + 1) * NR, head);
         tile_product<F32, mr.value, 1>(query, op.dim, s.panels + p * NR * op.dim, 0, op.dim, false, s.scores + p * NR, KEYS);
+      }
     });
     float change[(MRMAX + VW - 1) / VW * VW] = {}, sums[MRMAX];
-    for (int m = 0; m < count; ++m)
+    for (int m = 0; m < count; ++m) {
+      if (in_head == 0) fetch(s.next.value, KEYS * m / count, KEYS * (m + 1) / count, head);
       change[m] = soften(base, first * NV, last * NV, from, to, position + (in_head + m) / group, s.best + row + m,
                          s.scores + m * KEYS, sums + m);
+    }
     for (int m = 0; m < count; m += VW) store(change + m, vexp(load(change + m)));
     for (int m = 0; m < count; ++m) s.total[row + m] = s.total[row + m] * change[m] + sums[m];
     // No row sees keys past its own, so none is read that the last row does not see.

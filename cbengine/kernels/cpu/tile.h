@@ -106,7 +106,7 @@ static void affine_product(const float* a, long lda, const typename A::Block* gr
 }
 
 // out[m, d] = out[m, d] * scale[m] + sum over j of weight[m, j] * rows[j][offset + d], for d < NR: one chain in the order
-// of j. The rows that will be needed next, `next`, are fetched into the cache meanwhile.
+// of j. Meanwhile every second line of the rows that will be needed next, `next`, is asked for.
 template <int MR>
 static void weighted_rows(const float* weight, long ldw, const float* const* rows, const float* const* next, long offset,
                           long count, const float* scale, float* out, long ldo) {
@@ -123,7 +123,7 @@ static void weighted_rows(const float* weight, long ldw, const float* const* row
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) x[v] = load(rows[j] + offset + v * VW);
 #pragma GCC unroll 4
-    for (int v = 0; v < NR; v += 16) __builtin_prefetch(next[j] + offset + v, 0, 2);
+    for (int v = 0; v < NR; v += 32) __builtin_prefetch(next[j] + offset + v, 0, 2);
 #pragma GCC unroll 16
     for (int m = 0; m < MR; ++m) {
       const float p = at[m / 3][(m % 3) * ldw];
