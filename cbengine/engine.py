@@ -111,12 +111,16 @@ class AsyncEngine:
         while True:
             worker = self._current_run()
             reply = Reply(self._ports.current())
-            if not worker.stopping:
-                worker.when_ready(reply.set)
+            failed = (
+                worker.fault is not None and worker.memory is None
+            )  # it never served: say why, and not "start again"
+            if worker.stopping and not failed:
+                worker.when_ended(reply.set)
                 await reply.wait()
-                return
-            worker.when_ended(reply.set)
+                continue
+            worker.when_ready(reply.set)
             await reply.wait()
+            return
 
     def _current_run(self) -> Worker:
         """The worker of the run that goes on or is ending, else of one that begins now."""
@@ -434,11 +438,11 @@ class AsyncEngine:
         if worker is None or worker.state is WorkerState.STARTING:
             raise EngineNotStartedError("the engine is not started: use `async with engine` or `await engine.start()`")
         self._check_process(worker)
-        if worker.state is WorkerState.ENDED:
+        if worker.fault is not None:  # known before the thread has ended
             if worker.memory is None:
                 raise EngineNotStartedError(f"the engine did not start: {worker.fault}") from worker.fault
-            if worker.fault is not None:
-                raise dead_error("", worker.fault)
+            raise dead_error("", worker.fault)
+        if worker.state is WorkerState.ENDED:
             raise EngineStoppedError("the engine is stopped; `await engine.start()` starts it again")
         return worker
 

@@ -116,16 +116,12 @@ def _parts(
     pool: torch.Tensor,
     host_pool: torch.Tensor | None,
 ) -> LoopParts:
-    # Twice as many rows as a batch can hold: a row that waits for its fence (I11) must not keep a newcomer out.
-    num_rows = 2 * memory.max_requests
-
+    num_rows = 2 * memory.max_requests  # a row that waits for its fence (I11) must not keep a newcomer out
     checked = partial(_assigned, device) if device.checks else None
     rows = RowTable(num_rows, memory.max_model_len, checked)
     cache = _cache(config, memory, geometry, num_rows + 1, checked)
     if host_pool is not None:
-        costs = SwapCosts(config.preemption)
-        swap_blocks = host_pool.numel() // geometry.chunk_bytes
-        cache.swap = SwapSpace(geometry, swap_blocks, BlockMover(device, geometry, pool, host_pool, costs), costs)
+        cache.swap = _swap_space(config, geometry, device, pool, host_pool)
     lifecycle = Lifecycle(rows, cache)
     scheduler = _scheduler(config, memory, rows, cache, lifecycle)
     outbox = Outbox()
@@ -157,6 +153,14 @@ def _parts(
         requests={},
         make_detokenizer=make_detokenizer,
     )
+
+
+def _swap_space(
+    config: EngineConfig, geometry: CacheGeometry, device: Device, pool: torch.Tensor, host_pool: torch.Tensor
+) -> SwapSpace:
+    costs = SwapCosts(config.preemption)
+    blocks = host_pool.numel() // geometry.chunk_bytes
+    return SwapSpace(geometry, blocks, BlockMover(device, geometry, pool, host_pool, costs), costs)
 
 
 def _assigned(device: Device, kind: str, owned: list[int]) -> None:

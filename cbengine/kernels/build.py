@@ -19,7 +19,16 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "cpu"
 BUILT_IN = SOURCES / "lib"
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
 _TIMEOUT = 600  # seconds; a compiler that hangs must not hang the engine for ever
 
 VARIANTS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
@@ -47,7 +56,9 @@ def find_or_build() -> Path:
             return path
     compiler = find_compiler()
     flags = native_flags()
-    key = hashlib.sha256("\n".join((source_hash(), _version(compiler), *flags, *sorted(cpu_flags()))).encode()).hexdigest()[:20]
+    key = hashlib.sha256(
+        "\n".join((source_hash(), _version(compiler), *flags, *sorted(cpu_flags()))).encode()
+    ).hexdigest()[:20]
     path = _cache_folder() / library_name("native", key)
     if not path.is_file():
         try:
@@ -134,7 +145,9 @@ def _fitting_variants() -> list[str]:
 @functools.cache
 def _version(compiler: str) -> str:
     try:
-        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            [compiler, "--version"], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{compiler} does not run: {error}") from error
     return done.stdout

@@ -52,7 +52,10 @@ class Batch(ctypes.Structure):
 
     _fields_ = [
         *((name, _i64) for name in ("tokens", "seqs", "samples", "page_size", "table_stride", "table_width")),
-        *((name, _ptr) for name in ("token_ids", "positions", "query_starts", "context_lens", "tables", "sample_index")),
+        *(
+            (name, _ptr)
+            for name in ("token_ids", "positions", "query_starts", "context_lens", "tables", "sample_index")
+        ),
         ("slots", _ptr),
     ]
 

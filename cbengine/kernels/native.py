@@ -90,8 +90,9 @@ class NativeDecoder:
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits of `inputs.sample_index`, float32 [N + P, vocabulary]. Compute thread."""
-        if inputs.num_tokens > self._tokens:
-            self._allocate(max(_SMALLEST, 1 << (inputs.num_tokens - 1).bit_length()))
+        rows = max(inputs.num_tokens, len(inputs.sample_index))
+        if rows > self._tokens:
+            self._allocate(max(_SMALLEST, 1 << (rows - 1).bit_length()))
         if self._rotary.grow(int(inputs.positions.max()) + 1):
             self._point_to_tables()
         for group, batch in enumerate(self._filled):
@@ -100,11 +101,13 @@ class NativeDecoder:
         logits = torch.empty(len(inputs.sample_index), self._head.columns)
         self._operations[-1].product.out = logits.data_ptr()
         team = team_of_thread(self._library)
-        check(self._library.run(team, ctypes.byref(self._batches), ctypes.byref(self._operations), len(self._operations)))
+        check(
+            self._library.run(team, ctypes.byref(self._batches), ctypes.byref(self._operations), len(self._operations))
+        )
         return logits
 
     def _allocate(self, tokens: int) -> None:
-        """Buffers for `tokens` tokens, and the operations that use them."""
+        """Buffers for `tokens` tokens or sampled rows, and the operations that use them."""
         first = self._layers[0]
         widths = {
             "x": self._hidden,
@@ -127,9 +130,7 @@ class NativeDecoder:
         self._operations = (lib.Operation * len(operations))(*operations)
         self._point_to_tables()
 
-    def _layer(
-        self, layer: Layer, packed: _PackedLayer, kv: tuple[torch.Tensor, torch.Tensor]
-    ) -> list[lib.Operation]:
+    def _layer(self, layer: Layer, packed: _PackedLayer, kv: tuple[torch.Tensor, torch.Tensor]) -> list[lib.Operation]:
         operations = []
 
         def around(before: Norm | None, after: Norm | None, inner: Callable[[str, str, bool], None]) -> None:

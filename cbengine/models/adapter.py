@@ -99,7 +99,7 @@ class TransformersRunner:
         self, model: PreTrainedModel, *, name: str | None = None, attention: str | None = None, owned: bool = False
     ) -> None:
         name = str(name or getattr(model.config, "_name_or_path", "") or type(model).__name__)
-        self.model = model
+        self._model = model
         self.spec = spec_from_config(
             model.config,
             name=name,
@@ -120,6 +120,17 @@ class TransformersRunner:
         self._may_fuse = attention is None or isinstance(self.attention, CpuBackend)
         self._fused: Fused | None = None
 
+    @property
+    def model(self) -> PreTrainedModel:
+        """The transformers model.
+
+        One of our own that was served lacks the weights that were repacked; it gets them back here, unless it is being served.
+        """
+        if self._fused is not None and self._before is None:
+            self._fused.undo()
+            self._fused = None
+        return self._model
+
     def bind(self, kv: list[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
         """Take the model over, and try it with one padded token. See `ModelRunner.bind`.
 
@@ -134,7 +145,7 @@ class TransformersRunner:
         with _bind_lock:
             for module in self._modules:
                 owner: _Layer | None = vars(module).get(_LAYER)
-                if owner is not None and owner.runner.model is self.model:
+                if owner is not None and owner.runner._model is self._model:
                     raise UnsupportedFeatureError(
                         f"{self.spec.name}: this model object is being served by another engine; stop that engine "
                         "first, or load the model once for each engine"
@@ -143,7 +154,7 @@ class TransformersRunner:
                 attention = self._backends[self._group_of[index]]
                 setattr(module, _LAYER, _Layer(self, index, part, self.spec.layers[index].window, attention))
         self._page_size = page_size
-        training = tuple(module for module in self.model.modules() if module.training)
+        training = tuple(module for module in self._model.modules() if module.training)
         configs = self._configs()
         self._before = _Before(tuple((config, getattr(config, _INTERNAL)) for config in configs), training)
         # The internal attribute: the public setter would also change the sub-configs (a vision tower's).
@@ -164,15 +175,15 @@ class TransformersRunner:
         self._probe()
         if self._may_fuse:
             self._fused = fuse(
-                self.model, self.spec, self._backends, parts, self._page_size, self._run, owned=self._owned
+                self._model, self.spec, self._backends, parts, self._page_size, self._run, owned=self._owned
             )
 
     def _probe(self) -> None:
         """One padded token through the model: how it attends shows only when it runs, and should show before a request."""
-        logits = self.forward(_padded_token(self.model.device))
+        logits = self.forward(_padded_token(self._model.device))
         if logits.ndim != 2 or logits.shape[0] != 1:
             raise UnsupportedFeatureError(
-                f"{self.spec.name}: {type(self.model).__name__} gave logits of shape {tuple(logits.shape)} for one sampled "
+                f"{self.spec.name}: {type(self._model).__name__} gave logits of shape {tuple(logits.shape)} for one sampled "
                 "token; language models with a head, whose logits_to_keep takes positions, are supported"
             )
 
@@ -189,7 +200,7 @@ class TransformersRunner:
         with torch.inference_mode(), _in_step(_Step(self, set())) as step:
             for group, attention in enumerate(self._backends):
                 attention.begin(inputs.of_group(group), self._page_size)
-            output = self.model(
+            output = self._model(
                 input_ids=inputs.token_ids.long()[None],
                 position_ids=inputs.positions.long()[None],
                 use_cache=False,
@@ -221,8 +232,8 @@ class TransformersRunner:
 
     def _configs(self) -> list[Any]:
         """The distinct configs that say which attention function the text model's modules call."""
-        text = text_config(self.model.config, self.spec.name)
-        owners = [self.model.config, text, *(vars(module).get("config") for module in self._modules)]
+        text = text_config(self._model.config, self.spec.name)
+        owners = [self._model.config, text, *(vars(module).get("config") for module in self._modules)]
         distinct = {id(config): config for config in owners if hasattr(config, _INTERNAL)}
         return list(distinct.values())
 

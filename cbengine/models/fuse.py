@@ -52,6 +52,10 @@ class Fused(Protocol):
         """Undo what was changed in the model. False if the model cannot run without this any more; then it is kept."""
         ...
 
+    def undo(self) -> None:
+        """Undo everything, and give the model its weights back. This cannot be used any more."""
+        ...
+
 
 class FusedNative:
     """One call into the kernels for each step."""
@@ -164,14 +168,16 @@ def fuse(
         return parts if _agrees(parts, probe, expected, spec) else None
 
 
-def _agrees(fused: FusedNative | FusedTorch | FusedLinears, probe: StepInputs, expected: torch.Tensor, spec: ModelSpec) -> bool:
+def _agrees(fused: Fused, probe: StepInputs, expected: torch.Tensor, spec: ModelSpec) -> bool:
     """Whether the logits are the same but for rounding; if not, everything is undone."""
     found = fused.forward(probe)
     error = float((found - expected).abs().max() / expected.abs().max())
     if error <= _TOLERANCE:
         _log.debug("%s: %s differs by %.1e of the largest logit", spec.name, type(fused).__name__, error)
         return True
-    _log.warning("%s: faster code for it was not used, since its logits differ by %.1e of the largest", spec.name, error)
+    _log.warning(
+        "%s: faster code for it was not used, since its logits differ by %.1e of the largest", spec.name, error
+    )
     fused.undo()
     return False
 

@@ -37,7 +37,7 @@ class PackedLinears:
             linear = Linear([module.weight], [module.bias])
             packed = PackedMatrix(library, linear.weights, linear.biases)
             # Set on the module itself, it hides the class's `forward`.
-            module.forward = _forward(module, packed)
+            vars(module)["forward"] = _forward(module, packed)
             self._replaced.append(module)
             if owned and uses[id(module.weight)] == 1:
                 self._weights.give_up(linear, packed)

@@ -71,7 +71,12 @@ def _layer(layer: Any, spec: ModelSpec, index: int, table: int, rotaries: list[R
     four, late = is_known(layer, "layer_of_four_norms"), is_known(layer, "layer_of_late_norms")
     _require(four or late or is_known(layer, "layer"), layer)
     if four:
-        names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+        names = (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        )
     elif late:
         names = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
     else:
@@ -135,8 +140,8 @@ def _mlp(module: Any) -> tuple[Linear, Activation, Linear]:
     if hasattr(module, "gate_up_proj"):
         whole, activation = _linear(module.gate_up_proj), module.activation_fn
         (weight,), (bias,) = whole.weights, whole.biases
-        halves = list(weight.chunk(2)), [None, None] if bias is None else list(bias.chunk(2))
-        gate_up = Linear(*halves, sources=[weight])
+        biases: list[torch.Tensor | None] = [None, None] if bias is None else [*bias.chunk(2)]
+        gate_up = Linear(list(weight.chunk(2)), biases, sources=[weight])
     else:
         gate, up, activation = _linear(module.gate_proj), _linear(module.up_proj), module.act_fn
         gate_up = Linear(gate.weights + up.weights, gate.biases + up.biases)
@@ -171,11 +176,11 @@ def _norm(module: Any) -> Norm:
     raise NotRecognised(f"{type(module).__module__}.{type(module).__qualname__}")
 
 
-def _embedding_scale(module: Any) -> float:
-    if type(module) is nn.Embedding and not module._forward_hooks and "forward" not in vars(module):
+def _embedding_scale(embedding: Any) -> float:
+    if type(embedding) is nn.Embedding and not embedding._forward_hooks and "forward" not in vars(embedding):
         return 1.0
-    _require(is_known(module, "embedding"), module)
-    return float(module.embed_scale.float())
+    _require(is_known(embedding, "embedding"), embedding)
+    return float(embedding.embed_scale.float())
 
 
 def _rotaries(decoder: Any, layers: int) -> tuple[list[Rotary], list[int]]:

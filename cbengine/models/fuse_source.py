@@ -132,9 +132,30 @@ def _rope_of(module: ModuleType | None) -> str | None:
     return "\n".join(_canonical(tree) for tree in trees if isinstance(tree, ast.FunctionDef))
 
 
+_SUFFIXES = (
+    "TextScaledWordEmbedding",
+    "DecoderLayer",
+    "Attention",
+    "MLP",
+    "RMSNorm",
+    "ForCausalLM",
+    "TextModel",
+    "Model",
+)
+
+
 def _prefix(name: str) -> str:
     """The architecture's name at the beginning of a class's."""
-    for suffix in ("TextScaledWordEmbedding", "DecoderLayer", "Attention", "MLP", "RMSNorm", "ForCausalLM", "TextModel", "Model"):
+    for suffix in (
+        "TextScaledWordEmbedding",
+        "DecoderLayer",
+        "Attention",
+        "MLP",
+        "RMSNorm",
+        "ForCausalLM",
+        "TextModel",
+        "Model",
+    ):
         if name.endswith(suffix) and name != suffix:
             return name.removesuffix(suffix)
     return name

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -169,7 +168,6 @@ async def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     await engine.aclose()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_after_a_fork() -> None:
     script = """
 import asyncio, os

@@ -101,7 +101,8 @@ async def test_the_cache_is_given_back_by_an_engine_that_died_whoever_keeps_its_
     memory = _fill(engine)
     with pytest.raises(EngineDeadError) as caught:
         await engine.generate(prompt(9), max_new_tokens=6)
-    await eventually(lambda: engine.health().status == "dead")
+    assert engine.health().status == "dead"
+    await engine.stop()  # waits until it has cleaned up
     assert [storage.size() for storage in memory] == [0, 0]
     assert caught.value.__cause__ is engine.health().error
     await engine.aclose()

@@ -54,7 +54,7 @@ def test_generate_in_another_thread_in_the_middle_of_a_step(name: str) -> None:
     model = tiny(name)
     prompts = prompts_of([4, 19])
     expected = [reference(model, p, 6)[0] for p in prompts]
-    paged = Paged(TransformersRunner(model))
+    paged = Paged(TransformersRunner(model, attention="sdpa"))
     others: list[list[list[int]]] = []
 
     def interrupt(*_: Any) -> None:
@@ -173,7 +173,7 @@ def test_an_exception_ends_the_step_and_not_the_runner() -> None:
     model = tiny("llama")
     prompts = prompts_of([9])
     expected = reference(model, prompts[0], 4)[0]
-    paged = Paged(TransformersRunner(model))
+    paged = Paged(TransformersRunner(model, attention="sdpa"))
 
     def fail(*_: Any) -> None:
         raise RuntimeError("planted")
