@@ -33,6 +33,8 @@ class Team:
 
 class _Local(threading.local):
     team: Team | None = None
+    size: int | None = None
+    """How many threads, where `take_over_threads` was called."""
 
 
 _local = _Local()
@@ -41,13 +43,29 @@ _local = _Local()
 def team_of_thread(library: Library) -> int | None:
     """What the library's functions take as the team: the calling thread's own, as large as torch's number of threads.
 
-    It is made at the first call, made anew when `torch.get_num_threads()` has changed, and ends with the thread. So
-    threads that compute at the same time never wait for each other.
+    It is made at the first call, made anew when that number has changed, and ends with the thread. So threads that compute
+    at the same time never wait for each other.
     """
-    team, size = _local.team, torch.get_num_threads()
+    team, size = _local.team, _local.size or torch.get_num_threads()
     if team is None or team.size != size or team.library is not library:
         team = _local.team = Team(library, size)
     return team.handle
+
+
+def take_over_threads() -> None:
+    """In the calling thread, which must be ours, give torch's threads to the kernels: torch's own operations use one.
+
+    OpenMP's threads wait for their next piece of work by spinning, for milliseconds by default, so that after any operation
+    of torch they would keep ours from the core that they need. Called again, it does nothing.
+    """
+    if _local.size is not None:
+        return
+    _local.size = before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # The number belongs to this thread, but torch also makes it the default of threads that use it later. Put that back.
+    helper = threading.Thread(target=torch.set_num_threads, args=(before,), daemon=True)
+    helper.start()
+    helper.join()
 
 
 def check(status: int) -> None:

@@ -9,6 +9,7 @@ or anything is not as expected, the model runs as transformers computes it. Noth
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from cbengine.execution.inputs import SamplingInputs, StepInputs
 from cbengine.kernels.library import Library, get_library
 from cbengine.kernels.native import NativeDecoder
 from cbengine.kernels.reference import TorchDecoder
+from cbengine.kernels.team import take_over_threads
 from cbengine.models.base import ModelSpec
 from cbengine.models.fuse_linear import PackedLinears
 from cbengine.models.fuse_recognise import NotRecognised, recognise
@@ -30,6 +32,8 @@ from cbengine.models.fuse_weights import GivenUp, settle
 
 _log = logging.getLogger(__name__)
 
+_COMPUTE = "cbengine-compute"
+"""Name of the thread that a threaded device computes in, and that belongs to nobody else."""
 _PROBE_TOKENS = 12
 _TOLERANCE = 1e-4
 """Largest difference of two logits, as a share of the largest logit, that rounding explains."""
@@ -68,6 +72,8 @@ class FusedNative:
             settle(model)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
+        if threading.current_thread().name == _COMPUTE:
+            take_over_threads()
         return self._decoder.forward(inputs)
 
     def bind(self, layers: Sequence[LayerKV], page_size: int) -> None:

@@ -180,7 +180,8 @@ def _embedding_scale(embedding: Any) -> float:
     if type(embedding) is nn.Embedding and not embedding._forward_hooks and "forward" not in vars(embedding):
         return 1.0
     _require(is_known(embedding, "embedding"), embedding)
-    return float(embedding.embed_scale.float())
+    scale: Any = vars(embedding)["_buffers"]["embed_scale"]
+    return float(scale.float())
 
 
 def _rotaries(decoder: Any, layers: int) -> tuple[list[Rotary], list[int]]:
