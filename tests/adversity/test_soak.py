@@ -11,6 +11,7 @@ import anyio.lowlevel
 import pytest
 
 from cbengine import AsyncEngine
+from cbengine.execution.slots import Layout
 from cbengine.testing import FakeModel
 from tests.adversity.census import PER_REQUEST, Record, living, resident
 from tests.api.fakes import prompt, running
@@ -72,6 +73,7 @@ async def _measure(engine: AsyncEngine, rounds: int, requests: int, record: Reco
     sizes: list[int] = []
     for _ in range(rounds):
         await _soak(engine, requests, rng)
+        Layout.of.cache_clear()  # a memo of bounded size, which would go on filling up
         gc.collect()
         sizes.append(resident())
         assert living(*PER_REQUEST) == {}
