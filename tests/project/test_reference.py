@@ -20,7 +20,8 @@ def test_reference_is_the_greedy_answer(reference_generate: Reference, hf_model:
     assert len(answer) == 4
 
 
-def test_shorter_answers_come_from_longer_ones(reference_generate: Reference, hf_model: Any) -> None:
+def test_shorter_answers_come_from_longer_ones(hf_model: Any) -> None:
+    reference_generate = Reference(hf_model)  # one that remembers nothing of other tests
     prompt = [504, 3575, 282, 4649, 314]
     longer = reference_generate(prompt, 4)
     calls, generate = [], hf_model.generate

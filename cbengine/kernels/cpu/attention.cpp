@@ -8,8 +8,8 @@ namespace {
 
 // Keys are taken in blocks that begin at multiples of KEYS: a token's result does not depend on how its prompt was cut, nor
 // on what else is computed. Blocks (or parts of them) that a token does not see change nothing, bit by bit.
-constexpr int KEYS = 64;
-constexpr int QUERY_ROWS = 64;  // query rows (tokens times heads of a group) that share the keys of a block
+constexpr int KEYS = 128;
+constexpr int QUERY_ROWS = 84;  // query rows (tokens times heads of a group) that share the keys of a block
 constexpr float LOWEST = -1e30f;
 
 int64_t padded(int64_t dim) { return (dim + NR - 1) / NR * NR; }

@@ -70,7 +70,7 @@ class Search {
     }
     // The same with fewer codes than there is room for.
     for (int few = 32; few < most; few *= 2) {
-      const float scale = round_to(-(double)largest / (few / 2), 17);
+      const float scale = round_to(-(double)largest / (few / 2), 18);
       if (take(scale, -(float)(few / 2) * scale)) return true;
     }
     return false;
@@ -95,11 +95,11 @@ class Search {
     for (int parts = 1; parts <= 16; ++parts) {
       const double guess = (double)least / parts, span = std::nearbyint(((double)high - low) / guess);
       if (span > most) break;
-      const float scale = round_to(((double)high - low) / span, 17);
+      const float scale = round_to(((double)high - low) / span, 18);
       if (!divides(scale)) continue;
       if (take(scale, low)) return true;
       for (int first = 0; first + span <= most; ++first)
-        if (take(scale, round_to((double)low - (double)scale * first, 17))) return true;
+        if (take(scale, round_to((double)low - (double)scale * first, 18))) return true;
     }
     return false;
   }

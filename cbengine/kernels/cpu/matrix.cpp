@@ -10,7 +10,8 @@ namespace cb {
 namespace {
 
 constexpr long ROW_GROUP = 9 * MRMAX;  // rows that stay in the core's cache while panels pass
-constexpr long DEPTH_CHUNK = 256;      // longest chain of additions; partial sums are added up in order
+constexpr long DEPTH_CHUNK = 320;      // longest chain of additions; partial sums are added up in order
+constexpr long CHUNK_UNIT = 32;        // no chunk ends within a group of codes
 
 typedef Affine<4, 32> Codes4;
 typedef Affine<8, 32> Codes8;
@@ -47,6 +48,13 @@ template <class A>
 const typename A::Block* groups_of(const void* data, int64_t panel, int64_t depth) {
   return static_cast<const typename A::Block*>(data) + panel * (depth / A::GROUP);
 }
+
+// Cuts the depth into the fewest chunks, evenly: chunk i is [cut(i), cut(i + 1)).
+struct Chunks {
+  long depth, count;
+  explicit Chunks(long depth) : depth(depth), count((depth + DEPTH_CHUNK - 1) / DEPTH_CHUNK) {}
+  long cut(long i) const { return i == count ? depth : depth / CHUNK_UNIT * i / count * CHUNK_UNIT; }
+};
 
 // Panel and column in it of a column of one part of the matrix.
 inline void locate(int64_t column, int32_t part, int64_t* panel, int* in_panel) {
@@ -147,16 +155,17 @@ void write_tile(const Product& g, const float* tile, long ldt, long row, int row
 // One member's memory.
 struct Scratch {
   float tiles[ROW_GROUP * NR];
-  float panel[DEPTH_CHUNK * NR];  // unpacked codes
+  float panel[(DEPTH_CHUNK + CHUNK_UNIT) * NR];  // unpacked codes
 };
 
 // Rows [row, end) times one panel. The chunk of the panel stays in the nearest cache while the blocks of rows pass.
 template <class W>
 void one_panel(const Product& g, long row, long end, int64_t panel, Scratch& s) {
-  const long depth = g.matrix.depth, chunks = (depth + DEPTH_CHUNK - 1) / DEPTH_CHUNK;
+  const long depth = g.matrix.depth;
+  const Chunks chunks(depth);
   const RowBlocks blocks(end - row);
-  for (long i = 0; i < chunks; ++i) {
-    const long from = i * DEPTH_CHUNK, to = from + DEPTH_CHUNK < depth ? from + DEPTH_CHUNK : depth;
+  for (long i = 0; i < chunks.count; ++i) {
+    const long from = chunks.cut(i), to = chunks.cut(i + 1);
     for (long b = 0; b < blocks.count; ++b) {
       const float* x = g.x + (row + blocks.cut(b)) * g.x_stride + from;
       float* tile = s.tiles + blocks.cut(b) * NR;
@@ -183,10 +192,11 @@ void one_panel(const Product& g, long row, long end, int64_t panel, Scratch& s) 
 // One or two rows and P panels at once, for enough additions that do not wait for each other.
 template <class W, int MR, int P>
 void several_panels(const Product& g, long row, int64_t panel, Scratch& s) {
-  const long depth = g.matrix.depth, chunks = (depth + DEPTH_CHUNK - 1) / DEPTH_CHUNK;
+  const long depth = g.matrix.depth;
+  const Chunks chunks(depth);
   const auto* weights = panel_of<W>(g.matrix.data, panel, depth);
-  for (long i = 0; i < chunks; ++i) {
-    const long from = i * DEPTH_CHUNK, to = from + DEPTH_CHUNK < depth ? from + DEPTH_CHUNK : depth;
+  for (long i = 0; i < chunks.count; ++i) {
+    const long from = chunks.cut(i), to = chunks.cut(i + 1);
     tile_product<W, MR, P>(g.x + row * g.x_stride + from, g.x_stride, weights + from * NR, NR * depth, to - from, i > 0,
                            s.tiles, P * NR);
   }

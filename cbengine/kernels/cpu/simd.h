@@ -92,12 +92,17 @@ static inline float max_of(vf x) {
   return fold(x, [](vf a, vf b) { return vmax(a, b); });
 }
 
-// e^x to about 2 ulp; 0 below -87 (so e^-inf = 0), at most e^88. Cephes' polynomial.
+// e^x to about 2 ulp; 0 for e^-inf, and NaN stays NaN. Cephes' polynomial.
 static inline vf vexp(vf x) {
+#if defined(__AVX512F__)
+  x = vmax(splat(-104.0f), x);  // below which the result is 0 anyway
+  const vf n = (vf)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
   const vf given = x;
-  x = vmin(vmax(x, splat(-87.0f)), splat(88.0f));
+  x = vmin(splat(88.0f), vmax(splat(-87.0f), x));
   const vf shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
   const vf n = shifted - 12582912.0f;
+#endif
   const vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
   vf p = splat(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
@@ -105,9 +110,13 @@ static inline vf vexp(vf x) {
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
+  p = p * (r * r) + (r + 1.0f);
+#if defined(__AVX512F__)
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
   const vi scale = ((vi)shifted - 0x4b400000) << 23;  // n into the exponent
   return given < -87.0f ? vf{} : (vf)((vi)p + scale);
+#endif
 }
 
 // tanh to about 2e-7: 1 - 2 / (e^2x + 1), and an odd polynomial near 0, where that loses digits.

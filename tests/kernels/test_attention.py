@@ -1,0 +1,123 @@
+"""The attention kernel: every build of it against the definition, and what its results do not depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cbengine.attention import LayerKV
+from cbengine.attention import cpu as backend_module
+from cbengine.attention.cpu import CpuBackend
+from cbengine.errors import UnsupportedFeatureError
+from tests.attention.packing import Work, step
+from tests.attention.test_backends import Case, cases, check
+from tests.kernels.variants import NAMES, variant
+
+PAGE = 8
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=NAMES)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CpuBackend:
+    """The backend over one build of the kernels."""
+    monkeypatch.setattr(backend_module, "get_library", lambda: variant(request.param))
+    return CpuBackend()
+
+
+@given(
+    case=cases(),
+    dim=st.sampled_from([4, 12, 64, 80]),
+    page_size=st.sampled_from([4, 5, 64, 256]),
+    size=st.integers(1, 3),
+)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_step(backend: CpuBackend, case: Case, dim: int, page_size: int, size: int) -> None:
+    torch.set_num_threads(size)
+    check(replace(case, dim=dim, page_size=page_size), backend, tolerance=5e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+@pytest.mark.parametrize("extras", [{}, {"softcap": 5.0, "sinks": True}])
+def test_long_contexts_and_chunks(backend: CpuBackend, window: int | None, extras: dict) -> None:
+    case = Case([3, 700, 650], [(600, 600), (700, 300), (513, 257)], page_size=16, window=window, **extras)
+    for group, dim in ((1, 8), (3, 64), (7, 16)):
+        check(replace(case, group=group, kv_heads=2, dim=dim), backend, tolerance=5e-5)
+
+
+class Sequence:
+    """Keys, values and queries of one sequence, and pages in some order."""
+
+    def __init__(
+        self, length: int, blocks: list[int], seed: int, heads: int = 6, kv_heads: int = 2, dim: int = 16
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.key, self.value = torch.randn(2, length, kv_heads, dim, generator=generator)
+        self.query = torch.randn(length, heads, dim, generator=generator)
+        self.blocks = blocks
+
+    def work(self, context: int, count: int) -> Work:
+        return Work(context, count, self.blocks[: -(-context // PAGE)])
+
+
+def compute(
+    sequences: list[Sequence], spans: list[tuple[int, int]], pool: torch.Tensor, window: int | None
+) -> list[torch.Tensor]:
+    """One step: tokens [begin, end) of each sequence."""
+    works = [s.work(end, end - begin) for s, (begin, end) in zip(sequences, spans, strict=True)]
+    single = [i for i, work in enumerate(works) if work.count == 1]
+    order = single + [i for i in range(len(works)) if i not in single]
+    inputs = step([works[i] for i in single], [works[i] for i in order[len(single) :]])
+
+    def packed(name: str) -> torch.Tensor:
+        return torch.cat([getattr(sequences[i], name)[slice(*spans[i])] for i in order])
+
+    layer = LayerKV.of(pool[:, 0], pool[:, 1])
+    backend = CpuBackend()
+    backend.begin(inputs, PAGE)
+    backend.write(layer, packed("key"), packed("value"))
+    out = backend.attend(layer, packed("query"), scale=0.25, window=window)
+    parts = out.split([spans[i][1] - spans[i][0] for i in order])
+    return [parts[order.index(i)] for i in range(len(works))]
+
+
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_token_does_not_depend_on_its_company(window: int | None, size: int) -> None:
+    """Bit by bit: alone or in a crowd, in one chunk or many or one token at a time, wherever its pages are."""
+    rng = np.random.default_rng(0)
+    length = 210
+    torch.set_num_threads(size)
+    expected = None
+    for cuts in ([0, 210], [0, 64, 210], [0, 5, 77, 78, 79, 209, 210], [0, 200, *range(201, 211)]):
+        for company in (0, 3, 20):
+            pool = torch.full((900, 2, PAGE, 2, 16), torch.nan)
+            free = iter((rng.permutation(898) + 2).tolist())
+            crowd = [Sequence(length, [next(free) for _ in range(27)], seed) for seed in range(company + 1)]
+            found = torch.cat([compute(crowd, [span] * len(crowd), pool, window)[0] for span in pairwise(cuts)])
+            expected = found if expected is None else expected
+            assert torch.equal(found, expected)
+
+
+def test_the_kernel_is_for_single_precision() -> None:
+    case = Case([9, 30], [(12, 12)], dtype=torch.bfloat16)
+    with pytest.raises(AssertionError):
+        check(case, CpuBackend())
+
+
+def test_without_kernels_the_backend_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "get_library", lambda: None)
+    with pytest.raises(UnsupportedFeatureError, match=r'could not be built.*use "sdpa"'):
+        CpuBackend()
