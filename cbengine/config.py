@@ -38,8 +38,9 @@ class EngineConfig:
     """"sdpa" (default) or "eager" (the slow reference)."""
 
     # --- the cache -------------------------------------------------------------------------------------------------
-    page_size: int = 256
-    """Tokens of one layer in a page, at least 4."""
+    page_size: int | None = None
+    """Tokens of one layer in a page, at least 4. Default: 256, and 32 on a CPU, where small pages cost nothing: requests share
+    more of a common beginning, and a short one takes less memory."""
     num_blocks: int | None = None
     """Cache size in blocks (a block = one page for each layer). Default: from free memory."""
     max_memory_percent: float | None = None
@@ -99,7 +100,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("dtype", "device", "attention_backend"):
             _check(isinstance(getattr(self, name), (str, type(None))), TypeError, name, self, "a string or None")
-        _integer(self, "page_size", 4)
+        _integer(self, "page_size", 4, optional=True)
         for name in ("max_model_len", "num_blocks", "max_batch_tokens", "max_requests_per_batch", "num_threads"):
             _integer(self, name, 1, optional=True)
         most = 8 * (os.cpu_count() or 8)

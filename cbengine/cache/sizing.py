@@ -18,6 +18,7 @@ _ACCELERATOR_SHARE = 0.9
 _CPU_BATCH_TOKENS, _CPU_REQUESTS = 512, 256
 _BATCH_TOKENS, _REQUESTS = 8192, 1024
 _MASK_ROWS = 256
+_CPU_PAGE_SIZE, _PAGE_SIZE = 32, 256
 _SLOT_WORDS = 14  # of each request: lengths, rows and sampling parameters
 _ROW_BYTES = 130  # of each row, beside its tokens and its block table
 
@@ -86,7 +87,8 @@ def plan_memory(spec: ModelSpec, config: EngineConfig, memory: MemoryInfo, *, on
     Raises:
         ValueError: an explicit setting does not fit, or what is free is too little to serve at all.
     """
-    geometry = CacheGeometry.of(spec, config.page_size)
+    page_size = config.page_size or (_CPU_PAGE_SIZE if on_cpu else _PAGE_SIZE)
+    geometry = CacheGeometry.of(spec, page_size)
     max_len = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
     if config.max_model_len is not None and config.max_model_len > spec.max_model_len:
         raise ValueError(
@@ -112,7 +114,7 @@ def plan_memory(spec: ModelSpec, config: EngineConfig, memory: MemoryInfo, *, on
     plan = _fit_cache(plan, config, geometry, spare, budget)
     if plan.kv_bytes > memory.free:  # an inferred cache is never that large
         raise ValueError(
-            f"num_blocks={config.num_blocks} takes {plan.kv_bytes / 2**30:.1f} GiB with page_size={config.page_size}, and "
+            f"num_blocks={config.num_blocks} takes {plan.kv_bytes / 2**30:.1f} GiB with page_size={plan.page_size}, and "
             f"{memory.free / 2**30:.1f} GiB are free; lower num_blocks, or leave it out to have it found out"
         )
     available = psutil.virtual_memory().available
@@ -137,7 +139,7 @@ def _workspace(
     slots = 2 if config.use_async_batching is not False else 1
     return MemoryPlan(
         num_blocks=0,
-        page_size=config.page_size,
+        page_size=geometry.page_size,
         max_batch_tokens=tokens,
         max_requests=requests,
         max_model_len=max_len,
@@ -179,7 +181,7 @@ def _fit_cache(plan: MemoryPlan, config: EngineConfig, geometry: CacheGeometry, 
         if blocks < 1:
             raise ValueError(
                 f"no room for a cache: {budget / 2**20:.0f} MiB may be used, the workspace takes "
-                f"{plan.total_bytes / 2**20:.0f} MiB and one block of {config.page_size} tokens "
+                f"{plan.total_bytes / 2**20:.0f} MiB and one block of {plan.page_size} tokens "
                 f"{geometry.chunk_bytes / 2**20:.1f} MiB; raise max_memory_percent, or lower page_size, max_batch_tokens or "
                 "max_requests_per_batch, or set num_blocks"
             )

@@ -84,6 +84,11 @@ class Device(ABC):
     def device_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeros in device memory."""
 
+    def free_buffer(self, buffer: torch.Tensor) -> None:
+        """Give the memory of one of this device's buffers back, whoever still has views of it. They must not be written
+        any more. Only when nothing runs on the device."""
+        buffer.untyped_storage().resize_(0)
+
     @abstractmethod
     def launch(
         self,

@@ -50,13 +50,14 @@ class Built:
     """The cache, uint8."""
     host_pool: torch.Tensor | None
     """Its counterpart on the host, for swapping, if there is one."""
+    device: Device
 
     def free(self) -> None:
         """Give back the memory of the cache. Now, and not with the last reference: views of it may be kept alive by the
         frames of an exception that somebody keeps. Only when nothing runs on the device any more."""
         for tensor in (self.pool, self.host_pool):
             if tensor is not None:
-                tensor.untyped_storage().resize_(0)
+                self.device.free_buffer(tensor)
 
 
 def build(
@@ -81,6 +82,7 @@ def build(
     logger.info("%s: %s", spec.name, memory)
     config = config.merged(
         {
+            "page_size": memory.page_size,
             "num_blocks": memory.num_blocks,
             "max_batch_tokens": memory.max_batch_tokens,
             "max_requests_per_batch": memory.max_requests,
@@ -89,10 +91,10 @@ def build(
             "device": device.name,
         }
     )
-    geometry = CacheGeometry.of(spec, config.page_size)
+    geometry = CacheGeometry.of(spec, memory.page_size)
     chunks = geometry.chunks_for(memory.num_blocks) + RESERVED_CHUNKS
     pool = device.device_buffer((chunks * geometry.chunk_bytes,), torch.uint8)
-    runner.bind(layer_views(pool, geometry), config.page_size)
+    runner.bind(layer_views(pool, geometry), memory.page_size)
     if config.allow_block_sharing and any(group.window is not None for group in geometry.groups):
         logger.info("%s: no prefix cache, because it has layers with a sliding window", spec.name)
     host_chunks = swap_chunks(config, geometry)
@@ -100,7 +102,7 @@ def build(
     parts = _parts(
         config, memory, geometry, runner, device, inbox, registry, make_detokenizer, sampler, pool, host_pool
     )
-    return Built(StepLoop(parts), memory, config, pool, host_pool)
+    return Built(StepLoop(parts), memory, config, pool, host_pool, device)
 
 
 def _parts(
