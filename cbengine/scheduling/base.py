@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
@@ -19,6 +20,22 @@ class Budgets:
     requests: int
     pages_read: int
     """Pages that one forward can read, over all its requests (their block tables have to fit the step's workspace)."""
+    prefill: int | None = None
+    """Prompt tokens of a step that others decode in. None: as many as there is room for."""
+    prefill_per_decode: int = 0
+    """At least as many for each that decodes, so that a crowd of decoders does not starve the prompts."""
+    attention_reach: int | None = None
+    """Context at which a token costs twice what it costs without any: a token of a prompt counts 1 + context / reach."""
+
+    def prefill_share(self, decodes: int) -> float:
+        """Prompt tokens (without context) that a step with so many decoding rows may compute."""
+        if self.prefill is None or not decodes:
+            return math.inf
+        return max(self.prefill, self.prefill_per_decode * decodes)
+
+    def cost(self, start: int) -> float:
+        """What a prompt's token at this position counts."""
+        return 1 + start / self.attention_reach if self.attention_reach else 1.0
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ joins. Engine thread only.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Callable
@@ -63,6 +64,7 @@ class PassScheduler(Scheduler):
         self._decode_rows: np.ndarray | None = _NONE  # rows of _decoding; None = to be made again
         self._decodable = _NONE
         self._left = [0, 0, 0]  # tokens, requests, pages still to be given out in the step being planned
+        self._prefill_left = math.inf  # of the prompt tokens that those who decode put up with
         self._stalled = False
         self._alone = False  # the next one let in has the cache to itself
         self._hermit: Request | None = None  # who has it
@@ -108,11 +110,12 @@ class PassScheduler(Scheduler):
             self._decode_rows = np.fromiter((r.row for r in self._decoding), np.int64, len(self._decoding))
         # Taken before any pass: a request whose last chunk is planned now decodes in the next step at the earliest.
         self._decodable = self._decode_rows
+        self._prefill_left = self._budgets.prefill_share(len(self._decodable))
         for fill in self.passes():
             fill()
         if not self._plan and self._lifecycle.launched == self._lifecycle.committed:
             self._unblock()
-        self._queue.tick(self._left[0])
+        self._queue.tick(int(min(self._left[0], max(0, self._prefill_left))))
         return self._plan
 
     def _unblock(self) -> None:
@@ -202,10 +205,10 @@ class PassScheduler(Scheduler):
         """Plan the next piece of its prompt. False: the step is full."""
         row, table = request.row, self._rows
         pages = int(self._cache.lengths[row])
-        if self._left[0] <= 0 or self._left[1] <= 0 or pages > self._left[2]:
+        if self._left[0] <= 0 or self._left[1] <= 0 or pages > self._left[2] or self._prefill_left <= 0:
             return False
         start = int(table.planned[row])
-        end = min(int(table.known[row]), start + self._left[0])
+        end = min(int(table.known[row]), start + self._left[0], start + self._bearable(row, start))
         scores = table.prompt_logprobs[row] >= 0
         if scores:
             # Each of its tokens has logits, and those of a step are bounded by the number of requests.
@@ -231,10 +234,19 @@ class PassScheduler(Scheduler):
         self._left[0] -= count
         self._left[1] -= 1
         self._left[2] -= pages
+        self._prefill_left -= count * self._budgets.cost(start + count // 2)
         if last:
             self.remove(request)
             self._decodes(request)
         return True
+
+    def _bearable(self, row: int, start: int) -> int:
+        """Tokens of its prompt that those who decode in this step put up with; a small rest of it is not left over."""
+        if self._prefill_left == math.inf:
+            return self._left[0]
+        tokens = max(1, int(self._prefill_left / self._budgets.cost(start)))
+        rest = int(self._rows.known[row]) - start
+        return rest if rest <= tokens + tokens // 4 else tokens
 
     def _decodes(self, request: Request) -> None:
         insort(self._decoding, request, key=_by_id)
@@ -252,7 +264,7 @@ class PassScheduler(Scheduler):
             if not self._hermit.status.ended:
                 return
             self._hermit = None
-        while self._left[0] > 0 and self._left[1] > 0 and self._rows.num_free:
+        while self._left[0] > 0 and self._left[1] > 0 and self._prefill_left > 0 and self._rows.num_free:
             request = self._queue.first()
             if request is None or self._hermit is not None:
                 return

@@ -44,6 +44,7 @@ class Desk:
         blocks: size of the cache, in pages of 4 tokens.
         tokens, requests, pages_read: the budgets of a step.
         depth: steps in flight.
+        prefill: of the budgets, the settings that bound the prompts' part of a step.
     """
 
     def __init__(
@@ -56,9 +57,10 @@ class Desk:
         pages_read: int | None = None,
         margin: float = 0.0,
         depth: int = 2,
+        **prefill: int,
     ) -> None:
         geometry = CacheGeometry.of(FakeModel().spec, PAGE)
-        self.budgets = Budgets(tokens, requests, pages_read or blocks)
+        self.budgets = Budgets(tokens, requests, pages_read or blocks, **prefill)
         self.rows = RowTable(2 * requests, MAX_LEN)
         self.cache = CacheManager(geometry, blocks, 2 * requests + 1, MAX_LEN)
         self.lifecycle = Lifecycle(self.rows, self.cache)

@@ -8,7 +8,7 @@ namespace {
 
 // Keys are taken in blocks that begin at multiples of KEYS: a token's result does not depend on how its prompt was cut, nor
 // on what else is computed. Blocks (or parts of them) that a token does not see change nothing, bit by bit.
-constexpr int KEYS = 128;
+constexpr int KEYS = 32;
 constexpr int QUERY_ROWS = 84;  // query rows (tokens times heads of a group) that share the keys of a block
 constexpr float LOWEST = -1e30f;
 

@@ -1,0 +1,90 @@
+"""How much of a prompt is computed in a step that others decode in."""
+
+from __future__ import annotations
+
+import pytest
+
+from cbengine.models.base import LayerSpec
+from cbengine.testing import FakeModel
+from tests.scheduling.desk import Desk
+
+
+def chunks(desk: Desk) -> list[tuple[int, int, int]]:
+    """Of the next step: decoding rows, chunks, prompt tokens."""
+    plan = desk.plan()
+    return [(plan.num_decodes, len(plan.chunks), sum(chunk.count for chunk in plan.chunks))]
+
+
+def test_alone_a_prompt_takes_the_whole_step() -> None:
+    desk = Desk(tokens=64, blocks=128, prefill=8)
+    desk.add(100, 2)
+    assert chunks(desk) == [(0, 1, 64)]
+
+
+def test_beside_decoders_it_is_cut_finer() -> None:
+    desk = Desk(tokens=64, blocks=128, prefill=8)
+    desk.add(3, 40)
+    desk.plan()
+    desk.add(60, 2)
+    steps = [desk.plan() for _ in range(3)]
+    assert [(plan.num_decodes, [chunk.count for chunk in plan.chunks]) for plan in steps] == [(1, [8])] * 3
+
+
+def test_all_chunks_of_a_step_share_it() -> None:
+    desk = Desk(tokens=64, blocks=128, prefill=8)
+    desk.add(3, 40)
+    desk.plan()
+    desk.add(5, 2)
+    desk.add(60, 2)
+    desk.add(60, 2)
+    plan = desk.plan()
+    assert [chunk.count for chunk in plan.chunks] == [5, 3]  # and the last one is not let in
+
+
+def test_a_small_rest_is_not_left_for_a_step_of_its_own() -> None:
+    desk = Desk(tokens=64, blocks=128, prefill=8)
+    desk.add(3, 40)
+    desk.plan()
+    desk.add(10, 2)
+    plan = desk.plan()
+    assert [chunk.count for chunk in plan.chunks] == [10]
+
+
+def test_many_decoders_put_up_with_more() -> None:
+    desk = Desk(tokens=64, blocks=128, requests=8, prefill=4, prefill_per_decode=3)
+    for _ in range(5):
+        desk.add(3, 40)
+    desk.plan()
+    desk.add(60, 2)
+    plan = desk.plan()
+    assert (plan.num_decodes, [chunk.count for chunk in plan.chunks]) == (5, [15])
+
+
+def test_a_long_context_counts() -> None:
+    """The further into a prompt, the fewer of its tokens: each attends to all before it."""
+    desk = Desk(tokens=64, blocks=128, prefill=32, attention_reach=16)
+    desk.add(3, 100)
+    desk.plan()
+    desk.add(200, 2)
+    counts = [desk.plan().chunks[0].count for _ in range(6)]
+    assert counts == sorted(counts, reverse=True) and counts[0] == 32 and counts[-1] <= 10
+
+
+def test_every_prompt_ends_however_small_the_share() -> None:
+    desk = Desk(tokens=16, blocks=128, prefill=1, attention_reach=1)
+    requests = [desk.add(30, 20), desk.add(30, 2), desk.add(30, 2)]
+    desk.run()
+    assert all(request.status.ended for request in requests)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_the_reach_of_a_model(window: int | None) -> None:
+    """SmolLM2-135M: 3,072 tokens, where each of its layers attends to all."""
+    from dataclasses import replace
+
+    layer = LayerSpec("full_attention", 3, 64)
+    other = LayerSpec("sliding_attention" if window else "full_attention", 3, 64, window)
+    spec = replace(
+        FakeModel().spec, layers=(layer, other), num_heads=9, hidden_size=576, intermediate_size=1536
+    )
+    assert spec.attention_reach == (3072 if window is None else 6144)
