@@ -1,18 +1,20 @@
 """What the cache costs: the block manager's share of a step, finding a long prefix, and swapping against recomputing.
 
-    python benchmarks/cache.py [MODEL]
+    python benchmarks/cache.py [MODEL] [--json FILE] [--plot FILE]
 
-MODEL: a folder or hub id for the last part; without it that part is left out. Figures are medians, and ratios of two
-measurements on the same machine.
+MODEL: a folder or hub id for the last part; without it that part is left out. Figures are medians. Swapping and recomputing
+are measured in turns, and what counts is their ratio.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,25 +110,65 @@ async def prefill_seconds(engine: AsyncEngine, tokens: int) -> float:
     return time.perf_counter() - start
 
 
-async def swap_or_recompute(model: str) -> None:
+async def swap_or_recompute(model: str, lengths: list[int]) -> list[dict[str, float]]:
+    """For prompts of these lengths (the model has to take them): seconds for the pages there and back, and for computing
+    them. The better of two, in turns."""
     runner = load(model, with_tokenizer=False).runner
     geometry = CacheGeometry.of(runner.spec, PAGE)
-    async with AsyncEngine(runner, page_size=PAGE, num_blocks=36, allow_block_sharing=False) as engine:
-        for tokens in (500, 2000, 8000):
-            swap, compute = swap_seconds(geometry, tokens), await prefill_seconds(engine, tokens)
-            ratio = f"1 : {compute / swap:.0f}"
-            print(f"  {tokens:>5} tokens: swap {swap * 1e3:7.1f} ms, recompute {compute * 1e3:9.1f} ms, {ratio}")
+    blocks = geometry.blocks_for(max(lengths) + 1) + 1
+    rows: list[dict[str, float]] = []
+    async with AsyncEngine(runner, page_size=PAGE, num_blocks=blocks, allow_block_sharing=False) as engine:
+        await prefill_seconds(engine, 64)
+        for tokens in lengths:
+            pairs = [(swap_seconds(geometry, tokens), await prefill_seconds(engine, tokens)) for _ in range(2)]
+            swap, compute = min(s for s, _ in pairs), min(c for _, c in pairs)
+            size = geometry.blocks_for(tokens) * geometry.block_bytes / 2**20
+            rows.append({"tokens": tokens, "mib": size, "swap": swap, "recompute": compute, "ratio": compute / swap})
+            print(
+                f"  {tokens:>5} tokens ({size:4.0f} MiB): swap {swap * 1e3:7.1f} ms, recompute {compute * 1e3:9.1f} ms, "
+                f"1 : {compute / swap:.0f}",
+                flush=True,
+            )
+    return rows
+
+
+def plot(path: str, rows: list[dict[str, float]]) -> None:
+    """Seconds over tokens, both ways."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for name in ("recompute", "swap"):
+        axes.loglog([row["tokens"] for row in rows], [row[name] for row in rows], marker="o", label=name)
+    axes.set(xlabel="tokens of the preempted request", ylabel="seconds", title="Going on after a preemption")
+    axes.legend()
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:
-    print("block manager, one decode step of 1,000 sequences")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[500, 2000, 8000])
+    parser.add_argument("--json", help="write all figures to this file")
+    parser.add_argument("--plot", help="draw swapping and recomputing into this file (needs MODEL and matplotlib)")
+    args = parser.parse_args()
+    figures: dict[str, Any] = {"block_manager_us": {}, "prefix_ms": {}, "preemption": []}
+    print("block manager, one decode step")
     for name, window in (("full attention, prefix cache", None), ("hybrid, window 1024", 1024)):
-        print(f"  {name}: {step_cost(1000, window):.0f} us")
+        costs = {rows: step_cost(rows, window) for rows in (100, 1000)}
+        figures["block_manager_us"][name] = costs
+        print(f"  {name}: {costs[100]:.0f} us for 100 sequences, {costs[1000]:.0f} us for 1,000")
     first, again = match_cost(100_000)
+    figures["prefix_ms"] = {"first": first, "again": again}
     print(f"prefix of 100,000 tokens found in {first:.2f} ms (looked at again: {again:.2f} ms)")
-    if len(sys.argv) > 1:
+    if args.model:
         print("a preempted request, swapped out and in against computed again")
-        asyncio.run(swap_or_recompute(sys.argv[1]))
+        figures["preemption"] = asyncio.run(swap_or_recompute(args.model, args.lengths))
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(figures, file, indent=1)
+    if args.plot:
+        plot(args.plot, figures["preemption"])
 
 
 if __name__ == "__main__":

@@ -55,6 +55,8 @@ class Desk:
         sampling, options = split(ask.arguments)
         options = options.resolved(self.config)
         params = self.prompts.resolve(ask.params, sampling)
+        if params.structured is not None and ask.form is not None:
+            params = replace(params, structured=ask.form.constrain(params.structured))
         number = self.next_id()
         label = self.prompts.label(ask.request_id, number)
         parsed = self.prompts.read(ask.prompt, params, label, add_special_tokens=ask.add_special_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -11,6 +12,7 @@ from typing import Any
 import anyio
 from anyio.lowlevel import checkpoint
 
+from cbengine.bridge.ports import LoopPort
 from cbengine.errors import QueueFullError, RequestError
 from cbengine.outputs import Completion
 from cbengine.prompts import Prompt
@@ -19,23 +21,33 @@ from cbengine.stream import TokenStream
 MAX_OUTSTANDING = 1024
 """Most prompts of one batch that are under way, or answered and not yet taken: a batch may be without end."""
 
+PORTION = 0.004
+"""Seconds for which prompts are started in one go. A text takes up to a millisecond, and others share the loop."""
+
 Ended = tuple[int, Completion | Exception]
 
 
 class CompletionIterator:
     """Answers in the order in which they finish. Dropping it drops its streams, and so cancels what is unfinished.
 
-    Prompts that do not fit the queue's limits, or are more than `MAX_OUTSTANDING`, wait here, on the caller's side, until
-    others have left. Several tasks of one loop may read it: each answer goes to one of them.
+    Prompts are started a portion at a time, the first ones when it is made and the others from the loop's own callbacks,
+    so that others get their turn in between. Those that do not fit the queue's limits, or are more than
+    `MAX_OUTSTANDING`, wait here, on the caller's side, until others have left. Several tasks of one loop may read it:
+    each answer goes to one of them.
     """
 
-    def __init__(self, prompts: Iterable[Prompt], start: Callable[[int, Prompt], TokenStream]) -> None:
+    def __init__(
+        self, prompts: Iterable[Prompt], start: Callable[[int, Prompt], TokenStream], port: Callable[[], LoopPort]
+    ) -> None:
         if isinstance(prompts, str):
             raise TypeError("a batch is a sequence of prompts, got one text; use stream() or generate() for it")
         self._total = len(prompts) if isinstance(prompts, Sized) else None  # for a progress bar
         self._todo: Iterator[tuple[int, Prompt]] = iter(enumerate(prompts))
         self._next: tuple[int, Prompt] | None = None
         self._start = start
+        self._get_port = port
+        self._posted = False
+        """`_go_on` is on its way."""
         self._live: dict[int, TokenStream] = {}
         self._ended: deque[Ended] = deque()
         self._broken: Exception | None = None
@@ -127,8 +139,9 @@ class CompletionIterator:
                 del broken  # as in `__anext__`
 
     def _submit(self) -> QueueFullError | None:
-        """Start as many prompts as are let in."""
-        while self._next is not None and len(self._live) + len(self._ended) < MAX_OUTSTANDING:
+        """Start as many prompts as are let in, for a while; the loop goes on with it."""
+        until = time.perf_counter() + PORTION
+        while self._next is not None and len(self._live) + len(self._ended) < MAX_OUTSTANDING and not self._posted:
             index, prompt = self._next
             try:
                 stream = self._start(index, prompt)
@@ -143,6 +156,8 @@ class CompletionIterator:
                 self._live[index] = stream
                 stream.when_ended(partial(_report, weakref.ref(self), index))
             self._advance()
+            if time.perf_counter() > until:
+                self._posted = self._get_port().post(_go_on, weakref.ref(self))
         return None
 
     def _advance(self) -> None:
@@ -179,6 +194,16 @@ def _report(ref: weakref.ref[CompletionIterator], index: int) -> None:
     iterator = ref()
     if iterator is not None:
         iterator._finished(index)
+
+
+def _go_on(ref: weakref.ref[CompletionIterator]) -> None:
+    """The next portion. A callback of the loop; weak, as in `_report`."""
+    iterator = ref()
+    if iterator is not None:
+        iterator._posted = False
+        iterator._submit()
+        if iterator._ended or not iterator._posted:
+            iterator._wake()  # whoever waits: there is something for it, or a full queue to wait for, or no more to come
 
 
 def _bar(progress: bool, total: int | None) -> Callable[[int | None], object]:

@@ -6,8 +6,8 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Unpack
@@ -21,7 +21,6 @@ from cbengine.bridge.ports import Ports
 from cbengine.bridge.reply import Reply
 from cbengine.cache.sizing import MemoryPlan, plan_memory
 from cbengine.config import EngineConfig
-from cbengine.devices.choose import make_device
 from cbengine.errors import (
     CBEngineError,
     EngineError,
@@ -34,6 +33,7 @@ from cbengine.execution.worker import Worker, WorkerState, dead_error
 from cbengine.loading import Source, inspect
 from cbengine.observe.counters import EngineStats
 from cbengine.observe.health import EngineHealth
+from cbengine.observe.timeline import Timeline
 from cbengine.options import RequestArguments
 from cbengine.outputs import Completion
 from cbengine.prompts import Prompt, PromptReader
@@ -129,7 +129,7 @@ class AsyncEngine:
                 raise EngineStoppedError("the engine was closed, which is final; make a new one")
             worker = self._worker
             if worker is None or worker.state is WorkerState.ENDED:
-                worker = Worker(self._config, self._source.load, make_device)
+                worker = Worker(self._config, self._source.load, self._source.make_device)
                 worker.start()
                 self._worker = worker
                 # An engine that is dropped ends: the worker does not refer to it.
@@ -346,7 +346,7 @@ class AsyncEngine:
         start: Callable[[int, Prompt], TokenStream] = lambda index, prompt: self._stream(  # noqa: E731
             prompt, params, None, arguments, index=index
         )
-        return CompletionIterator(prompts, start)
+        return CompletionIterator(prompts, start, self._ports.current)
 
     async def generate_batch(
         self,
@@ -394,7 +394,7 @@ class AsyncEngine:
     def _make_plan(self) -> MemoryPlan:
         """On a worker thread."""
         spec = inspect(self._source.model, self._config, self._source.options)
-        device = make_device(self._config)
+        device = self._source.make_device(self._config)
         try:
             memory, on_cpu = device.memory_info(), device.torch_device.type == "cpu"
         finally:
@@ -413,6 +413,26 @@ class AsyncEngine:
                 "this engine has no tokenizer: pass token ids, or make the engine with `tokenizer=`"
             )
         return loaded.tokenizer
+
+    @contextmanager
+    def timeline(self) -> Generator[Timeline]:
+        """Record what each step does meanwhile, on the host and on the device.
+
+            with engine.timeline() as timeline:
+                ...
+            timeline.write("trace.json")  # for https://ui.perfetto.dev or chrome://tracing
+
+        Raises:
+            EngineNotStartedError, EngineStoppedError, EngineDeadError: the engine does not run.
+            UnsupportedFeatureError: the device works off its queue by itself, so that the host cannot see when.
+            EngineError: another timeline is being recorded.
+        """
+        worker, timeline = self._running(), Timeline()
+        worker.record(timeline)
+        try:
+            yield timeline
+        finally:
+            worker.record(None)
 
     def stats(self) -> EngineStats:
         """Counts as of now. Cheap; any thread, in any state."""

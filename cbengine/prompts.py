@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,12 +54,15 @@ class PromptReader:
         self._spec = worker.loaded.runner.spec
         self._max_len = worker.memory.max_model_len
         self._capacity = worker.memory.capacity_tokens
+        self._return_logprobs = worker.config.return_logprobs
 
     def resolve(self, params: SamplingParams | None, overrides: Mapping[str, Any]) -> SamplingParams:
         """The parameters with overrides and the model's defaults filled in."""
         if params is not None and not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params must be a SamplingParams or None, got {type(params).__name__}")
         resolved = (params or _NO_PARAMS).merged(**overrides).resolved(self._spec.generation_defaults)
+        if self._return_logprobs and resolved.logprobs is None:
+            resolved = replace(resolved, logprobs=0)
         for token in resolved.stop_token_ids:
             if token >= self._spec.vocab_size:
                 raise InvalidRequestError(
@@ -207,12 +210,14 @@ class PromptReader:
 
     def _check_structured(self) -> None:
         """Refuse a grammar at once where there can be none."""
+        from cbengine.text.grammar_tokens import check_usable
         from cbengine.text.tokenize import TextTokenizer
 
         if importlib.util.find_spec("llguidance") is None:
             raise UnsupportedFeatureError("structured output needs llguidance: pip install 'cbengine[structured]'")
         if not isinstance(self._tokenizer, TextTokenizer):
             raise UnsupportedFeatureError("structured output needs the model's own tokenizer, and this engine has none")
+        check_usable(self._tokenizer, self._spec.eos_token_ids)
 
     def _encode(self, text: str, label: str, add_special_tokens: bool) -> np.ndarray:
         assert self._tokenizer is not None

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 from typing import TYPE_CHECKING
 
 import torch
 
 from cbengine.attention.base import AttentionBackend, LayerKV
-from cbengine.attention.cpu import CpuBackend
-from cbengine.attention.eager import EagerBackend
-from cbengine.attention.sdpa import SdpaBackend
+from cbengine.attention.settings import AttentionSettings, page_size_shortcoming
 from cbengine.errors import UnsupportedFeatureError
-from cbengine.kernels.library import get_library
 
 if TYPE_CHECKING:
     from cbengine.models.base import ModelSpec
 
-__all__ = ["AttentionBackend", "LayerKV", "available", "choose"]
+__all__ = ["AttentionBackend", "AttentionSettings", "LayerKV", "available", "choose"]
 
-_ALL: tuple[type[AttentionBackend], ...] = (CpuBackend, EagerBackend, SdpaBackend)
-_BACKENDS = {backend.name: backend for backend in _ALL}
+logger = logging.getLogger("cbengine")
+
+# Imported when they are looked at: some need packages that are not everywhere.
+_BACKENDS = {
+    "cpu": ("cbengine.attention.cpu", "CpuBackend"),
+    "eager": ("cbengine.attention.eager", "EagerBackend"),
+    "flash2": ("cbengine.attention.flash", "Flash2Backend"),
+    "flash3": ("cbengine.attention.flash", "Flash3Backend"),
+    "sdpa": ("cbengine.attention.sdpa", "SdpaBackend"),
+    "torch": ("cbengine.attention.torch_native", "TorchBackend"),
+    "triton": ("cbengine.attention.triton", "TritonBackend"),
+}
+_FLASH = ("flash3", "flash2")
+_PREFERRED = {"cpu": ("cpu", "sdpa"), "cuda": (*_FLASH, "torch", "triton", "sdpa")}
+"""By type of device, the fastest first. "sdpa" serves every model anywhere."""
 
 
 def available() -> list[str]:
@@ -27,29 +39,71 @@ def available() -> list[str]:
     return sorted(_BACKENDS)
 
 
-def choose(name: str | None, device: torch.device, spec: ModelSpec) -> AttentionBackend:
-    """A new backend for one model. `name` None picks the fastest one: "cpu" for float32 on a CPU, else "sdpa".
+def choose(wanted: AttentionSettings | str | None, device: torch.device, spec: ModelSpec) -> AttentionBackend:
+    """A new backend for one attention type of a model: the one that is named, or else the fastest that can serve it.
 
-    May compile the CPU kernels, which takes some seconds once on a machine; without a compiler, "sdpa" is the default.
+    One that the automatic choice passes over is logged, with the reason. May compile the CPU kernels, which takes some
+    seconds once on a machine.
 
     Raises:
-        UnsupportedFeatureError: no such backend, or it cannot do what the model's layers need.
+        UnsupportedFeatureError: no backend of that name, or it cannot serve this model here with these settings.
     """
-    for_kernels = device.type == "cpu" and spec.kv_dtype == torch.float32
-    if name is None:
-        name = CpuBackend.name if for_kernels and get_library() is not None else SdpaBackend.name
-    backend = _BACKENDS.get(name)
-    if backend is None:
+    settings = wanted if isinstance(wanted, AttentionSettings) else AttentionSettings(wanted)
+    name = settings.backend
+    if name is not None:
+        return _named(name, settings, device, spec)
+    for name in _PREFERRED.get(device.type, ("sdpa",)):
+        if name in _FLASH and not settings.auto_switch_to_flash:
+            continue
+        reasons = _reasons_against(name, settings, device, spec)
+        if not reasons:
+            logger.info("%s: attention backend %r", spec.name, name)
+            return _create(name, settings)
+        logger.info("%s: not attention backend %r, which %s", spec.name, name, "; ".join(reasons))
+    raise AssertionError("sdpa serves everything")
+
+
+def _named(name: str, settings: AttentionSettings, device: torch.device, spec: ModelSpec) -> AttentionBackend:
+    if name not in _BACKENDS:
         raise UnsupportedFeatureError(
-            f"unknown attention backend {name!r}; available for {device.type} are {', '.join(available())}"
+            f"unknown attention backend {settings.name!r}; there are {', '.join(available())}; without "
+            "attention_backend the fastest that can serve the model is used"
         )
-    if backend is CpuBackend and not for_kernels:
+    reasons = _reasons_against(name, settings, device, spec)
+    if reasons:
+        able = [other for other in available() if not _reasons_against(other, settings, device, spec)]
         raise UnsupportedFeatureError(
-            f'attention backend "cpu" is for float32 on a CPU; {spec.name} has {spec.kv_dtype} on {device}: use "sdpa"'
+            f"attention backend {name!r} cannot serve {spec.name} on {device}: it {'; it '.join(reasons)}; use one of "
+            f"{', '.join(able)}, or leave attention_backend out"
         )
-    if not backend.supports_window and any(layer.window is not None for layer in spec.layers):
-        able = sorted(other.name for other in _BACKENDS.values() if other.supports_window)
-        raise UnsupportedFeatureError(
-            f"attention backend {name!r} has no sliding window, which {spec.name} needs; use one of {', '.join(able)}"
+    return _create(name, settings)
+
+
+def _create(name: str, settings: AttentionSettings) -> AttentionBackend:
+    backend = _load(name)
+    if settings.max_blocks_per_request and not backend.decode_fast_path:
+        logger.warning(
+            "max_blocks_per_request=%d changes nothing: attention backend %r has no fast path for decoding",
+            settings.max_blocks_per_request,
+            name,
         )
-    return backend()
+    return backend.create(settings)
+
+
+def _load(name: str) -> type[AttentionBackend]:
+    module, kind = _BACKENDS[name]
+    return getattr(importlib.import_module(module), kind)
+
+
+def _reasons_against(name: str, settings: AttentionSettings, device: torch.device, spec: ModelSpec) -> list[str]:
+    """Why the backend cannot serve the model there, or nothing."""
+    try:
+        backend = _load(name)
+    except ImportError as error:
+        return [f"needs the package {error.name}, which cannot be imported ({error})"]
+    reasons = backend.shortcomings(spec, device)
+    page_size = page_size_shortcoming(settings.page_size, backend)
+    if page_size is not None:
+        reasons.append(f"{page_size}: leave page_size out to have it fit")
+    missing = None if reasons else backend.unavailable(device)
+    return reasons if missing is None else [missing]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
 from cbengine.cache.geometry import WRITE_BLOCK
 
 if TYPE_CHECKING:
+    from cbengine.attention.settings import AttentionSettings
     from cbengine.execution.inputs import StepInputs
+    from cbengine.models.base import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,56 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     page_size_multiple: ClassVar[int] = 1
-    """The cache's page size has to be a multiple of this."""
+    """The cache's page size has to be a multiple of this. Known before the cache is made."""
     supports_window: ClassVar[bool] = True
     supports_softcap: ClassVar[bool] = True
     supports_sinks: ClassVar[bool] = True
+    paged_decode: ClassVar[bool] = False
+    """The kernel reads one query token's keys through the block table; else they are gathered first."""
+    paged_prefill: ClassVar[bool] = False
+    """Likewise for the chunks of prompts."""
+    decode_fast_path: ClassVar[bool] = False
+    """Whether steps that only decode take another way than the rest, as far as `max_blocks_per_request` allows."""
+    capturable: ClassVar[bool] = False
+    """A CUDA graph may capture `begin`, `write` and `attend`: they read device tensors and, of numbers, only the sizes of
+    the step (`num_*`, `max_*`, shapes), which of a captured step are its bucket's; no host array, no synchronisation."""
+    devices: ClassVar[tuple[str, ...]] = ()
+    """Types of torch devices that it runs on; empty = any."""
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
+    """Of queries, keys and values alike; empty = any."""
+    max_head_dim: ClassVar[int | None] = None
+    head_dim_multiple: ClassVar[int] = 1
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        """Why it cannot run on this machine (a package that is missing, a device that is too old), or None if it can."""
+        return None
+
+    @classmethod
+    def shortcomings(cls, spec: ModelSpec, device: torch.device) -> list[str]:
+        """What `spec` needs on `device` and this backend does not have, in words; empty if it serves the model."""
+        found = []
+        if cls.devices and device.type not in cls.devices:
+            found.append(f"runs on {' and '.join(cls.devices)}, not on {device.type}")
+        if cls.dtypes and spec.kv_dtype not in cls.dtypes:
+            names = " and ".join(str(dtype).removeprefix("torch.") for dtype in cls.dtypes)
+            found.append(f"computes in {names}, not in {str(spec.kv_dtype).removeprefix('torch.')}")
+        if not cls.supports_window and any(layer.window is not None for layer in spec.layers):
+            found.append("has no sliding window")
+        if not cls.supports_softcap and spec.softcap is not None:
+            found.append("has no soft cap")
+        if not cls.supports_sinks and spec.has_sinks:
+            found.append("has no attention sinks")
+        for dim in sorted({layer.head_dim for layer in spec.layers}):
+            if dim % cls.head_dim_multiple or (cls.max_head_dim is not None and dim > cls.max_head_dim):
+                most = "" if cls.max_head_dim is None else f" up to {cls.max_head_dim}"
+                found.append(f"needs a head size that is a multiple of {cls.head_dim_multiple}{most}, not {dim}")
+        return found
+
+    @classmethod
+    def create(cls, settings: AttentionSettings) -> Self:
+        """A new backend object for one attention type of a model."""
+        return cls()
 
     @abstractmethod
     def begin(self, inputs: StepInputs, page_size: int) -> None:
@@ -106,3 +154,29 @@ def write_index(inputs: StepInputs, page_size: int) -> tuple[torch.Tensor, torch
     pages = (positions // page_size).clamp_(max=inputs.block_tables.shape[1] - 1)
     blocks = inputs.block_tables[seqs, pages].long() * in_step
     return blocks.clamp_(min=WRITE_BLOCK), positions % page_size
+
+
+class TokenWriter:
+    """Writes the tokens of one step into the pages of any layer. Made once for a step; reads no device tensor."""
+
+    def __init__(self, inputs: StepInputs, page_size: int) -> None:
+        self._index = write_index(inputs, page_size)
+        self._rows: dict[int, torch.Tensor] = {}
+
+    def write(self, layer: LayerKV, key: torch.Tensor, value: torch.Tensor) -> None:
+        """See `AttentionBackend.write`."""
+        if layer.key_rows is None or layer.value_rows is None:
+            layer.key[self._index] = key
+            layer.value[self._index] = value
+            return
+        rows = self._rows.get(layer.block_rows)
+        if rows is None:
+            rows = self._rows[layer.block_rows] = self._index[0] * layer.block_rows + self._index[1]
+        layer.key_rows.index_copy_(0, rows, key.flatten(1))
+        layer.value_rows.index_copy_(0, rows, value.flatten(1))
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """(9, 0) for an H200; None where the device has no such thing."""
+    get = getattr(torch.get_device_module(device), "get_device_capability", None)
+    return None if get is None or device.type == "cpu" else get(device)

@@ -31,6 +31,14 @@ class CpuBackend(AttentionBackend):
     """
 
     name = "cpu"
+    paged_decode = True
+    paged_prefill = True
+    devices = ("cpu",)
+    dtypes = (torch.float32,)
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        return None if get_library() is not None else "needs kernels that could not be built (the log says why)"
 
     def __init__(self) -> None:
         library = get_library()

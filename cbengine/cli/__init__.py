@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from cbengine.cli.failures import CommandError, require_rich
-from cbengine.cli.options import add_engine_options, add_model_options
+from cbengine.cli.options import add_bench_options, add_engine_options, add_model_options
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells report it."""
@@ -32,6 +32,9 @@ def _run(args: argparse.Namespace) -> None:
     if args.command == "chat":
         require_rich("cbengine chat")
         from cbengine.cli.chat import run
+    elif args.command == "bench":
+        require_rich("cbengine bench")
+        from cbengine.cli.bench import run
     elif args.command == "plan":
         from cbengine.cli.plan import run
     else:
@@ -56,8 +59,15 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser("plan", help="see what memory a model would take", description=_PLAN)
     add_engine_options(plan)
+
+    bench = commands.add_parser("bench", help="measure what an engine does on this machine", description=_BENCH)
+    add_engine_options(bench)
+    add_bench_options(bench)
     return parser
 
+
+_BENCH = """Measure an engine with many clients at once: rates, waits, memory, and how near it comes to what this machine
+can do."""
 
 _CHAT = """Talk with a model. Ctrl-C stops an answer, and leaves where there is none to stop. /reset forgets the
 conversation, /exit leaves."""

@@ -7,6 +7,7 @@ import ast
 from typing import Any
 
 from cbengine.cli.failures import CommandError
+from cbengine.cli.workload import NAMES
 from cbengine.engine import AsyncEngine
 
 _SAMPLING = {
@@ -37,8 +38,28 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         dest="settings",
         metavar="NAME=VALUE",
-        help="a setting of EngineConfig, such as max_batch_tokens=256; may be given several times",
+        help="a setting of EngineConfig, such as max_batch_tokens=256 or quantization=int8; may be given several times",
     )
+
+
+def add_bench_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `bench` beside the model and its engine's settings."""
+    known = ", ".join(NAMES)
+    parser.add_argument(
+        "--workload", nargs="+", default=["offline"], metavar="NAME", help=f"{known}, or a file (default offline)"
+    )
+    parser.add_argument(
+        "--rate", nargs="+", type=float, default=[1.0], metavar="R", help="arrivals a second, for poisson; several runs"
+    )
+    parser.add_argument("--requests", type=int, default=64, metavar="N", help="of each workload (default %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="same seed, same workload (default %(default)s)"
+    )
+    parser.add_argument("--num-threads", type=int, metavar="N", help="threads that compute (default: the engine's)")
+    parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw it; needs cbengine[bench]")
+    parser.add_argument("--trace", metavar="FILE.json", help="write what every step did, for ui.perfetto.dev")
+    parser.add_argument("--compare", metavar="FILE", help="ratios to the JSON of an earlier run")
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -29,6 +29,7 @@ def table(plan: MemoryPlan) -> list[str]:
     rows = [(name, f"{size / _MIB:,.1f} MiB") for name, size in plan.parts().items() if size]
     rows.append(("all", f"{sum(plan.parts().values()) / _MIB:,.1f} MiB"))
     rows += [
+        ("if all ask for penalties and logprobs", f"+ {plan.on_request_bytes / _MIB:,.1f} MiB"),
         ("", ""),
         ("cache", f"{plan.num_blocks:,} blocks of {plan.page_size} tokens"),
         ("longest sequence", f"{min(plan.max_model_len, plan.capacity_tokens):,} tokens"),

@@ -64,6 +64,8 @@ class Device(ABC):
     torch_device: torch.device
     overlaps: bool
     """True if the host goes on while an operation runs: double buffering pays only then."""
+    graphs: bool = False
+    """True if replaying what was captured costs less than running it: graphs are then used where nobody said otherwise."""
     checks: bool = False
     """True if `reads`/`writes` tags are looked at. The loop computes the expensive ones (pages) only then."""
 
@@ -117,10 +119,15 @@ class Device(ABC):
         """Declare that the host is about to read or write this. Free of charge, except on a device that checks it."""
 
     def capture(self, key: Hashable, fn: Callable[[], Any]) -> Callable[[], Any]:
-        """Make `fn` cheap to run again and again with the same memory (a CUDA graph); here `fn` itself.
+        """Make `fn` cheap to run again and again with the same memory (a CUDA graph). The result runs on `compute`.
 
-        `key` names the shape. What `fn` reads other than through fixed buffers is frozen by a real graph, so it must not
-        vary between replays.
+        `key` names it in messages. What `fn` reads other than through fixed buffers is frozen by a real graph, so it must not
+        vary between replays; a device without graphs runs `fn` each time, and raises `BakedValueError` where it varies
+        (`cbengine.devices.baked`). `fn` may run while it is captured, and memory that it writes may change then. Only when
+        nothing is queued.
+
+        Raises:
+            RuntimeError: `fn` cannot be captured. The device is as before.
         """
         return fn
 

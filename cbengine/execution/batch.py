@@ -6,12 +6,15 @@ Engine thread only, while the slot is FREE (I6).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from cbengine.cache.manager import CacheManager
+from cbengine.execution.buckets import Bucket, pad
 from cbengine.execution.edits import Edits, collect, collect_scores, take_loads
+from cbengine.execution.graphs import GraphSet
 from cbengine.execution.inputs import SamplingInputs, StepInputs
 from cbengine.execution.noise import uniforms
 from cbengine.execution.processors import PenaltyLoad, ProcessorInputs
@@ -48,6 +51,13 @@ class Filled:
     """Rows with penalties that have joined, to be set up before the step."""
     out_words: int
     """Words of the slot's outputs that the step writes: N ids, then the logprob reports."""
+    bucket: Bucket | None = None
+    """The captured shape that the inputs are padded up to. Everything above is without the padding."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens, without padding."""
+        return int(self.counts.sum())
 
     @property
     def host_block_tables(self) -> np.ndarray:
@@ -56,12 +66,15 @@ class Filled:
 
 
 class BatchFiller:
-    """Turns plans into slot contents."""
+    """Turns plans into slot contents. `graphs`: what steps may be padded up to."""
 
-    def __init__(self, rows: RowTable, cache: CacheManager, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, rows: RowTable, cache: CacheManager, eos_token_ids: tuple[int, ...], graphs: GraphSet | None = None
+    ) -> None:
         self._rows = rows
         self._cache = cache
         self._eos = eos_token_ids
+        self._graphs = graphs
 
     def fill(self, slot: Slot, plan: StepPlan) -> Filled:
         """Write the inputs of `plan`, whose tokens are already counted in `planned`, into `slot`."""
@@ -80,8 +93,9 @@ class BatchFiller:
         groups = self._cache.group_tables
         edits = collect(table, sample_rows)
         collect_scores(edits, table, chunks, d)
-        sizes = StepSizes(int(counts.sum()), len(rows), width, len(sample_rows), len(banned), len(groups), *edits.sizes)
-        layout = Layout.of(sizes)
+        shape = StepSizes(int(counts.sum()), len(rows), width, len(sample_rows), len(banned), len(groups), *edits.sizes)
+        bucket = self._bucket(shape, plan)
+        layout = Layout.of(shape if bucket is None else _padded(shape, bucket))
         out_words = len(sample_rows) + edits.report_words
         slot.reserve(layout.words, out_words)
 
@@ -89,33 +103,65 @@ class BatchFiller:
         starts = self._fill_sequences(slot, layout, rows, counts, ends)
         wanted = slot.ints(layout, "sample_index")
         wanted[: len(sample_rows)] = (starts[1:] - 1)[sampling]
-        wanted[len(sample_rows) :] = edits.score_index
+        if bucket is None:
+            wanted[len(sample_rows) :] = edits.score_index
+        else:
+            self._pad(slot, layout, bucket, shape)
         slot.ints(layout, "sample_rows")[:] = sample_rows
         flags = self._fill_sampling(slot, layout, sample_rows, sample_ends)
         slot.ints(layout, "banned_rows")[:] = banned[:, 0]
         slot.ints(layout, "banned_tokens")[:] = banned[:, 1]
         self._fill_edits(slot, layout, edits, sample_rows, sample_ends)
         slot.state = SlotState.FILLED
-        lens = slot.ints(layout, "context_lens")
-        tables = slot.ints(layout, "block_tables").reshape(len(groups), len(rows), width)
+        lens = slot.ints(layout, "context_lens")[: len(rows)]
+        tables = _tables(slot, layout)[:, : len(rows)]
         copies, loads = self._cache.take_copies(), take_loads(table)
         return Filled(
-            plan, layout, rows, counts, sample_rows, starts, lens, tables, flags, copies, edits, loads, out_words
+            plan,
+            layout,
+            rows,
+            counts,
+            sample_rows,
+            starts,
+            lens,
+            tables,
+            flags,
+            copies,
+            edits,
+            loads,
+            out_words,
+            bucket,
+        )
+
+    def _bucket(self, shape: StepSizes, plan: StepPlan) -> Bucket | None:
+        """The captured shape for this step. Prompt tokens that are scored have no place in one."""
+        if self._graphs is None or shape.scores:
+            return None
+        return self._graphs.find(decode=not plan.chunks, tokens=shape.tokens, seqs=shape.seqs, width=shape.width)
+
+    def _pad(self, slot: Slot, layout: Layout, bucket: Bucket, shape: StepSizes) -> None:
+        assert self._graphs is not None
+        pad(
+            partial(slot.ints, layout),
+            bucket,
+            tokens=shape.tokens,
+            seqs=shape.seqs,
+            samples=shape.samples,
+            dummy_row=self._graphs.dummy_row,
         )
 
     def _fill_sequences(
         self, slot: Slot, layout: Layout, rows: np.ndarray, counts: np.ndarray, ends: np.ndarray
     ) -> np.ndarray:
         """Where each sequence's queries, rows and pages are; returns the query starts."""
-        starts = slot.ints(layout, "query_starts")
+        count = len(rows)
+        starts = slot.ints(layout, "query_starts")[: count + 1]
         starts[0] = 0
         np.cumsum(counts, out=starts[1:])
-        slot.ints(layout, "context_lens")[:] = ends
-        slot.ints(layout, "rows")[:] = rows
-        groups, width = self._cache.group_tables, layout.sizes.width
-        tables = slot.ints(layout, "block_tables").reshape(len(groups), len(rows), width)
-        for group, out in zip(groups, tables, strict=True):
-            np.take(group[:, :width], rows, axis=0, out=out)
+        slot.ints(layout, "context_lens")[:count] = ends
+        slot.ints(layout, "rows")[:count] = rows
+        for group, out in zip(self._cache.group_tables, _tables(slot, layout), strict=True):
+            np.take(group[:, : layout.sizes.width], rows, axis=0, out=out[:count])
         return starts
 
     def _fill_edits(self, slot: Slot, layout: Layout, edits: Edits, rows: np.ndarray, ends: np.ndarray) -> None:
@@ -195,6 +241,18 @@ class BatchFiller:
         return np.array(pairs, np.int64).reshape(-1, 2)
 
 
+def _padded(shape: StepSizes, bucket: Bucket) -> StepSizes:
+    """`shape` with the model's inputs as large as the bucket's."""
+    padding = bucket.seqs - shape.samples
+    return shape._replace(tokens=bucket.tokens, seqs=bucket.seqs, width=bucket.width, padding=padding)
+
+
+def _tables(slot: Slot, layout: Layout) -> np.ndarray:
+    """The host's block tables, [G, S, W]."""
+    sizes = layout.sizes
+    return slot.ints(layout, "block_tables").reshape(sizes.groups, sizes.seqs, sizes.width)
+
+
 def processor_inputs(slot: Slot, filled: Filled) -> ProcessorInputs:
     """The device's view of what changes logits before sampling."""
     layout = filled.layout
@@ -217,9 +275,9 @@ _PROCESSOR_FLOATS = ("bias_values", "repetition", "presence", "frequency")
 
 def device_inputs(slot: Slot, filled: Filled) -> StepInputs:
     """The device's view of a filled slot."""
+    assert filled.bucket is None, "a graph has inputs of its own"
     layout, sizes = filled.layout, filled.layout.sizes
-    view = {name: slot.tensor(layout, name) for name in layout.starts}
-    any_random, any_top_k, any_top_p, any_min_p = filled.flags
+    view = {name: slot.tensor(layout, name) for name, (_, end) in layout.starts.items() if end <= layout.model_words}
     tables = view["block_tables"].view(sizes.groups, sizes.seqs, sizes.width)
     several = sizes.groups > 1
     return StepInputs(
@@ -241,17 +299,24 @@ def device_inputs(slot: Slot, filled: Filled) -> StepInputs:
         host_block_tables=filled.host_tables[0],
         group_tables=tuple(tables) if several else (),
         host_group_tables=tuple(filled.host_tables) if several else (),
-        sampling=SamplingInputs(
-            temperature=view["temperature"].view(torch.float32),
-            top_k=view["top_k"],
-            top_p=view["top_p"].view(torch.float32),
-            min_p=view["min_p"].view(torch.float32),
-            uniform=view["uniform"].view(torch.float32),
-            banned_rows=view["banned_rows"],
-            banned_tokens=view["banned_tokens"],
-            any_random=any_random,
-            any_top_k=any_top_k,
-            any_top_p=any_top_p,
-            any_min_p=any_min_p,
-        ),
+        sampling=sampling_inputs(slot, filled),
+    )
+
+
+def sampling_inputs(slot: Slot, filled: Filled) -> SamplingInputs:
+    """The device's view of how the step's samples are drawn."""
+    layout = filled.layout
+    any_random, any_top_k, any_top_p, any_min_p = filled.flags
+    return SamplingInputs(
+        temperature=slot.tensor(layout, "temperature").view(torch.float32),
+        top_k=slot.tensor(layout, "top_k"),
+        top_p=slot.tensor(layout, "top_p").view(torch.float32),
+        min_p=slot.tensor(layout, "min_p").view(torch.float32),
+        uniform=slot.tensor(layout, "uniform").view(torch.float32),
+        banned_rows=slot.tensor(layout, "banned_rows"),
+        banned_tokens=slot.tensor(layout, "banned_tokens"),
+        any_random=any_random,
+        any_top_k=any_top_k,
+        any_top_p=any_top_p,
+        any_min_p=any_min_p,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,13 +17,16 @@ from cbengine.cache.sizing import MemoryPlan, plan_memory, swap_chunks
 from cbengine.cache.swap import SwapCosts, SwapSpace
 from cbengine.config import EngineConfig
 from cbengine.devices.base import Device
+from cbengine.execution import compile
 from cbengine.execution.batch import BatchFiller
+from cbengine.execution.buckets import Limits
 from cbengine.execution.commit import Committer
+from cbengine.execution.graphs import GraphPaths
 from cbengine.execution.loop import LoopParts, StepLoop
 from cbengine.execution.pipeline import Pipeline, Sampler
 from cbengine.execution.sampler import sample
 from cbengine.execution.swapping import BlockMover
-from cbengine.models.base import ModelRunner
+from cbengine.models.base import ModelRunner, ModelSpec
 from cbengine.observe.counters import Counters
 from cbengine.scheduling.admission import Registry
 from cbengine.scheduling.base import Budgets
@@ -35,6 +38,8 @@ from cbengine.scheduling.rows import RowTable
 
 logger = logging.getLogger("cbengine")
 
+_PREFILL_CHUNK, _PREFILL_PER_DECODE = 64, 4
+"""On a CPU, where matrix products are as fast with 64 rows as with 512: short steps cost nothing there."""
 _SCHEDULERS: dict[str, type[PassScheduler]] = {"fifo": FifoScheduler, "prefill_first": PrefillFirstScheduler}
 
 
@@ -78,11 +83,11 @@ def build(
     spec = runner.spec
     asynchronous = device.overlaps if config.use_async_batching is None else config.use_async_batching
     config = config.merged({"use_async_batching": asynchronous})
-    memory = plan_memory(spec, config, device.memory_info(), on_cpu=device.torch_device.type == "cpu")
-    logger.info("%s: %s", spec.name, memory)
+    memory = _plan(config, runner, device)
     config = config.merged(
         {
             "page_size": memory.page_size,
+            "attention_backend": getattr(getattr(runner, "attention", None), "name", config.attention_backend),
             "num_blocks": memory.num_blocks,
             "max_batch_tokens": memory.max_batch_tokens,
             "max_requests_per_batch": memory.max_requests,
@@ -94,7 +99,13 @@ def build(
     geometry = CacheGeometry.of(spec, memory.page_size)
     chunks = geometry.chunks_for(memory.num_blocks) + RESERVED_CHUNKS
     pool = device.device_buffer((chunks * geometry.chunk_bytes,), torch.uint8)
+    compiles = compile.prepare(config, runner)
     runner.bind(layer_views(pool, geometry), memory.page_size)
+    if compiles:
+        compile.warm_up(runner, device)
+    device.synchronize()  # trying the model out has written to the cache, on no stream of ours
+    paths = GraphPaths.of(config, device, runner)
+    config = config.merged({"use_cuda_graph": (paths.varlen, paths.decode)})
     if config.allow_block_sharing and any(group.window is not None for group in geometry.groups):
         logger.info("%s: no prefix cache, because it has layers with a sliding window", spec.name)
     host_chunks = swap_chunks(config, geometry)
@@ -102,7 +113,27 @@ def build(
     parts = _parts(
         config, memory, geometry, runner, device, inbox, registry, make_detokenizer, sampler, pool, host_pool
     )
+    _warm_up(config, paths, memory, parts)
     return Built(StepLoop(parts), memory, config, pool, host_pool, device)
+
+
+def _warm_up(config: EngineConfig, paths: GraphPaths, memory: MemoryPlan, parts: LoopParts) -> None:
+    """Everything that would make the first requests wait."""
+    width = parts.cache.tables.shape[1]
+    limits = Limits(memory.max_requests, memory.max_batch_tokens, width, memory.page_size)
+    parts.pipeline.graphs.warm_up(config, paths, limits)
+
+
+def _plan(config: EngineConfig, runner: ModelRunner, device: Device) -> MemoryPlan:
+    memory = plan_memory(
+        runner.spec,
+        config,
+        device.memory_info(),
+        on_cpu=device.torch_device.type == "cpu",
+        page_size_multiple=getattr(runner, "page_size_multiple", 1),
+    )
+    logger.info("%s: %s", runner.spec.name, memory)
+    return memory
 
 
 def _parts(
@@ -125,7 +156,7 @@ def _parts(
     if host_pool is not None:
         cache.swap = _swap_space(config, geometry, device, pool, host_pool)
     lifecycle = Lifecycle(rows, cache)
-    scheduler = _scheduler(config, memory, rows, cache, lifecycle)
+    scheduler = _scheduler(config, runner.spec, memory, rows, cache, lifecycle)
     outbox = Outbox()
     pipeline = Pipeline(
         device,
@@ -145,7 +176,7 @@ def _parts(
         cache=cache,
         lifecycle=lifecycle,
         scheduler=scheduler,
-        filler=BatchFiller(rows, cache, runner.spec.eos_token_ids),
+        filler=BatchFiller(rows, cache, runner.spec.eos_token_ids, pipeline.graphs),
         pipeline=pipeline,
         committer=Committer(rows, lifecycle, outbox, runner.spec.eos_token_ids, runner.spec.vocab_size),
         inbox=inbox,
@@ -189,10 +220,20 @@ def _cache(
 
 
 def _scheduler(
-    config: EngineConfig, memory: MemoryPlan, rows: RowTable, cache: CacheManager, lifecycle: Lifecycle
+    config: EngineConfig,
+    spec: ModelSpec,
+    memory: MemoryPlan,
+    rows: RowTable,
+    cache: CacheManager,
+    lifecycle: Lifecycle,
 ) -> PassScheduler:
     # Pages are counted as often as they are read: those that several requests share, for each of them.
     pages = memory.max_requests * cache.tables.shape[1]
     budgets = Budgets(memory.max_batch_tokens, memory.max_requests, pages_read=pages)
+    on_cpu = config.device == "cpu"
+    if config.scheduler_type == "fifo" and (config.prefill_chunk or on_cpu):
+        per_decode = 0 if config.prefill_chunk else _PREFILL_PER_DECODE
+        chunk = config.prefill_chunk or _PREFILL_CHUNK
+        budgets = replace(budgets, prefill=chunk, prefill_per_decode=per_decode, attention_reach=spec.attention_reach)
     kind, reserve = _SCHEDULERS[config.scheduler_type], config.admission == "reserve"
     return kind(rows, cache, lifecycle, budgets, config.margin, reserve=reserve)

@@ -7,6 +7,7 @@ I4 Speculated tokens (after an end that was not known at launch) are dropped her
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from cbengine.execution.batch import Filled
 from cbengine.execution.edits import Edits
 from cbengine.execution.logprobs import read as read_logprobs
 from cbengine.execution.logprobs import words
+from cbengine.observe.timeline import Timeline
 from cbengine.outputs import FinishReason, RequestStatus, TokenLogprobs
 from cbengine.scheduling.lifecycle import Lifecycle
 from cbengine.scheduling.request import Request
@@ -48,6 +50,8 @@ class Committer:
         """Tokens sampled and kept so far."""
         self.prompt_tokens = 0
         """Prompt tokens computed so far, what was computed again after a preemption included."""
+        self.timeline: Timeline | None = None
+        """Where the making of text is recorded."""
 
     def commit(self, filled: Filled, outputs: np.ndarray) -> None:
         """The step computed `filled`; `outputs` are the sampled ids, int32 [N], and the logprob reports behind them."""
@@ -109,11 +113,12 @@ class Committer:
         ended: np.ndarray,
         reports: Iterable[TokenLogprobs | None],
     ) -> None:
-        requests, sink = self._rows.requests, self._sink
+        requests, sink, timeline = self._rows.requests, self._sink, self.timeline
         columns = (rows.tolist(), ids.tolist(), ended.tolist(), stops.tolist(), reports)
         for row, token_id, end, stop, report in zip(*columns, strict=True):
             request = requests[row]
             assert request is not None
+            start = 0.0 if timeline is None else time.perf_counter()
             try:
                 text, hit = self._text(request, token_id, end)
                 if request.edit is not None and request.edit.grammar is not None:
@@ -121,6 +126,8 @@ class Committer:
             except Exception as error:  # whatever a tokenizer does, only the request that it was made for fails
                 self._fail(request, error)
                 continue
+            if timeline is not None:
+                timeline.add("text", start)
             sink.token(request.reader, token_id, text, report)
             if end or hit:
                 reason = FinishReason.STOP if stop or hit else FinishReason.LENGTH

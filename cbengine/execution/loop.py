@@ -24,6 +24,7 @@ from cbengine.execution.deadlines import Deadlines, timeout_error
 from cbengine.execution.pipeline import Launched, Pipeline
 from cbengine.execution.slots import SlotState
 from cbengine.observe.counters import Counters
+from cbengine.observe.timeline import IDLE, Timeline
 from cbengine.outputs import FinishReason, RequestStatus
 from cbengine.scheduling.admission import Registry
 from cbengine.scheduling.base import Scheduler
@@ -71,6 +72,15 @@ class StepLoop:
         self._draining = False
         self._stopping = False
         self._committed_at = 0.0
+        self._timeline: Timeline | None = None
+
+    @property
+    def recording(self) -> bool:
+        return self._timeline is not None
+
+    def record(self, timeline: Timeline | None) -> None:
+        """Record every step from now on, or (None) no more. Any thread."""
+        self.parts.pipeline.timeline = self.parts.committer.timeline = self._timeline = timeline
 
     @property
     def stopped(self) -> bool:
@@ -96,7 +106,10 @@ class StepLoop:
             # Nothing is ever posted for who waits for its reader, so that nobody would notice that the reader's loop has
             # gone: the one thing that has to be looked at.
             timeout = min(_LOOK_AT_LOOPS, timeout or _LOOK_AT_LOOPS)
+        timeline, start = self._timeline, time.perf_counter()
         command = self.parts.inbox.wait(timeout)
+        if timeline is not None:
+            timeline.add(IDLE, start)
         if command is not None:
             self._handle(command)
         elif timeout == _LOOK_AT_LOOPS:
@@ -110,11 +123,14 @@ class StepLoop:
 
     def turn(self) -> bool:
         """One cycle. False if there was nothing to do, so that only a command can bring more."""
-        parts = self.parts
+        parts, timeline = self.parts, self._timeline
+        start = time.perf_counter()
         while (command := parts.inbox.take()) is not None:
             self._handle(command)
         for late in self._deadlines.expired(parts.requests):
             self.end(late, RequestStatus.FAILED, FinishReason.TIMEOUT, timeout_error(late))
+        if timeline is not None:
+            timeline.add("intake", start)
         launched = self._launch()
         committed = False
         if parts.pipeline.num_in_flight and (parts.pipeline.full or not launched):
@@ -126,7 +142,10 @@ class StepLoop:
                 launched = self._unstick()
         if self._pause_replies and not parts.pipeline.num_in_flight:
             self._acknowledge_pauses()
+        start = time.perf_counter()
         parts.outbox.flush()
+        if timeline is not None:
+            timeline.add("emit", start)
         return launched or committed
 
     # --- commands --------------------------------------------------------------------------------------------------
@@ -238,10 +257,13 @@ class StepLoop:
         parts = self.parts
         if self._pauses or self._stopping or parts.pipeline.full:
             return False
+        timeline, planning = self._timeline, time.perf_counter()
         plan = parts.scheduler.plan()
         if not plan:
             return False
         start = time.perf_counter()
+        if timeline is not None:
+            timeline.add("plan", planning, start)
         slot = parts.pipeline.free_slot()
         try:
             filled = parts.filler.fill(slot, plan)
@@ -249,21 +271,28 @@ class StepLoop:
             slot.state = SlotState.FREE
             parts.committer.fail(plan.rows, error)
             return True
+        filled_at = time.perf_counter()
         parts.pipeline.launch(parts.lifecycle.step_launched(), slot, filled)
-        parts.counters.launched(time.perf_counter() - start)
+        end = time.perf_counter()
+        parts.counters.launched(end - start)
+        if timeline is not None:
+            timeline.add("fill", start, filled_at)
+            timeline.add("launch", filled_at, end)
         return True
 
     def _commit(self) -> None:
-        parts = self.parts
+        parts, timeline = self.parts, self._timeline
         launched = parts.pipeline.oldest()
         error: Exception | None = None
         ids = None
+        start = time.perf_counter()
         try:
             ids = parts.pipeline.wait()
         except DeviceLostError:
             raise
         except Exception as caught:
             error = caught
+        start, waiting = time.perf_counter(), start
         if ids is not None:
             self._measure(launched)
             parts.committer.commit(launched.filled, ids)
@@ -272,11 +301,14 @@ class StepLoop:
             parts.committer.fail(launched.filled.rows, error)
         parts.lifecycle.step_committed(launched.step)
         parts.counters.committed(parts.committer.tokens)
+        if timeline is not None:
+            timeline.add("wait", waiting, start)
+            timeline.add("commit", start)
 
     def _measure(self, launched: Launched) -> None:
         """How fast prompts are computed, against which swapping is weighed: steps that are mostly prompt tell."""
         now, swap, filled = time.perf_counter(), self.parts.cache.swap, launched.filled
-        decodes, tokens = filled.plan.num_decodes, filled.layout.sizes.tokens
+        decodes, tokens = filled.plan.num_decodes, filled.num_tokens
         if swap is not None and tokens >= 2 * decodes + 8:
             swap.costs.computed(tokens, now - max(self._committed_at, launched.at))
         self._committed_at = now

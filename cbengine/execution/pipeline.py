@@ -20,15 +20,17 @@ import torch
 
 from cbengine.cache.geometry import CacheGeometry, block_views
 from cbengine.cache.manager import block_tag
-from cbengine.devices.base import Device, DeviceLostError
+from cbengine.devices.base import Device, DeviceLostError, Stream
 from cbengine.execution import logprobs
-from cbengine.execution.batch import Filled, device_inputs, processor_inputs
-from cbengine.execution.inputs import StepInputs
+from cbengine.execution.batch import Filled, device_inputs, processor_inputs, sampling_inputs
+from cbengine.execution.graphs import GRAPHS, GraphSet
+from cbengine.execution.inputs import SamplingInputs, StepInputs
 from cbengine.execution.processors import PenaltyTables, process
 from cbengine.execution.sampler import sample
 from cbengine.execution.slots import Layout, Slot, SlotState, StepSizes
 from cbengine.execution.swapping import copy_blocks
 from cbengine.models.base import ModelRunner
+from cbengine.observe.timeline import STEP, Timeline
 
 PENALTIES = "penalty tables"
 """The race check's name for them."""
@@ -80,7 +82,12 @@ class Pipeline:
         self.last_token = device.device_buffer((rows + 1,), torch.int32)
         words = Layout.of(StepSizes(max_tokens, max_seqs, width, max_seqs, max_seqs, len(geometry.groups))).words
         self.slots = [Slot(device, i, words, max_seqs) for i in range(depth)]
+        self.graphs = GraphSet(
+            device, runner, self.last_token, groups=len(geometry.groups), page_size=geometry.page_size
+        )
         self._in_flight: deque[Launched] = deque()
+        self.timeline: Timeline | None = None
+        """Where the device's side of steps is recorded."""
 
     @property
     def num_in_flight(self) -> int:
@@ -113,41 +120,68 @@ class Pipeline:
 
     def _queue(self, slot: Slot, filled: Filled) -> None:
         device, words, out_words = self._device, filled.layout.words, filled.out_words
-        device.copy(self._transfer, slot.device_in[:words], slot.host_in[:words])
+        self._move(self._transfer, slot.device_in[:words], slot.host_in[:words], "copy inputs")
         device.record(slot.inputs_ready, self._transfer)
         device.wait(self._compute, slot.inputs_ready)
-        inputs = device_inputs(slot, filled)
+        inputs = device_inputs(slot, filled) if filled.bucket is None else None
         if any(filled.copies):
             self._copy(filled.copies)
         if filled.loads:
             load = partial(self.penalties.load, filled.loads)
             device.launch(self._compute, load, name="load penalties", writes=(PENALTIES,))
         reads, writes = self._touched(slot, filled) if device.checks else ((), ())
-        device.launch(self._compute, partial(self._run, slot, inputs, filled), name="step", reads=reads, writes=writes)
+        run, timeline = partial(self._run, slot, inputs, sampling_inputs(slot, filled), filled), self.timeline
+        if timeline is not None:
+            prompts = filled.num_tokens - filled.plan.num_decodes
+            run = timeline.timed(STEP, run, decodes=filled.plan.num_decodes, prompt_tokens=prompts)
+        device.launch(self._compute, run, name="step", reads=reads, writes=writes)
         if out_words:
-            device.copy(self._compute, slot.host_out[:out_words], slot.device_out[:out_words])
+            self._move(self._compute, slot.host_out[:out_words], slot.device_out[:out_words], "copy tokens")
         device.record(slot.done, self._compute)
 
-    def _run(self, slot: Slot, inputs: StepInputs, filled: Filled) -> None:
-        """On `compute`: the step itself."""
+    def _move(self, stream: Stream, to: torch.Tensor, source: torch.Tensor, name: str) -> None:
+        """Queue a copy; as an operation of its own kind where it is recorded."""
+        if self.timeline is None:
+            self._device.copy(stream, to, source)
+        else:
+            copy = self.timeline.timed(name, partial(to.copy_, source, non_blocking=True))
+            self._device.launch(stream, copy, name=name, reads=(source,), writes=(to,))
+
+    def _run(self, slot: Slot, inputs: StepInputs | None, sampling: SamplingInputs, filled: Filled) -> None:
+        """On `compute`: the step itself. `inputs` is None where a graph has its own."""
+        timeline, start = self.timeline, time.perf_counter()
+        if inputs is None:
+            assert filled.bucket is not None
+            logits = self.graphs.run(filled.bucket, slot.device_in)
+        else:
+            logits = self._forward(inputs)
+        if timeline is not None:
+            timeline.add("forward", start)
+        start = time.perf_counter()
+        samples = filled.layout.sizes.samples
+        if samples:
+            self._sample(slot, logits[:samples], sampling, filled)
+        if timeline is not None:
+            timeline.add("sample", start)
+        if filled.edits.scores:
+            top = filled.edits.score_top
+            out = slot.device_out[filled.out_words - logprobs.words(filled.edits.num_scores, top) : filled.out_words]
+            logprobs.write(out, logits[samples:], slot.tensor(filled.layout, "score_tokens"), top)
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        """On `compute`: the model, with the tokens that only the device knows yet."""
         d = inputs.num_decodes
         if d:
             ids = inputs.token_ids[:d]
             last = self.last_token[inputs.rows[:d].long()]
             ids.copy_(torch.where(ids < 0, last, ids))
-        logits = self._runner.forward(inputs)
-        if inputs.num_samples:
-            self._sample(slot, logits[: inputs.num_samples], inputs, filled)
-        if filled.edits.scores:
-            top = filled.edits.score_top
-            out = slot.device_out[filled.out_words - logprobs.words(filled.edits.num_scores, top) : filled.out_words]
-            logprobs.write(out, logits[inputs.num_samples :], slot.tensor(filled.layout, "score_tokens"), top)
+        return self._runner.forward(inputs)
 
-    def _sample(self, slot: Slot, logits: torch.Tensor, inputs: StepInputs, filled: Filled) -> None:
-        samples, edits = inputs.num_samples, filled.edits
+    def _sample(self, slot: Slot, logits: torch.Tensor, sampling: SamplingInputs, filled: Filled) -> None:
+        samples, edits = len(logits), filled.edits
         changes = processor_inputs(slot, filled)
         processed = process(logits, changes, self.penalties) if changes else logits
-        tokens = self._sampler(processed, inputs.sampling)
+        tokens = self._sampler(processed, sampling)
         slot.device_out[:samples] = tokens
         self.last_token[slot.tensor(filled.layout, "sample_rows").long()] = tokens
         if len(changes.penalty_samples):
@@ -174,6 +208,8 @@ class Pipeline:
         penalties = (PENALTIES,) if len(filled.edits.penalty_samples) else ()
         reads: list[Hashable] = [slot.device_in, *rows, *penalties]
         writes: list[Hashable] = [slot.device_out, *rows, *penalties]
+        if filled.bucket is not None:
+            writes += [GRAPHS, self.graphs.inputs, self.graphs.logits]
         ends = filled.host_context_lens.astype(np.int64)
         for index, (group, tables) in enumerate(zip(self._geometry.groups, filled.host_tables, strict=True)):
             tag = block_tag(index)

@@ -75,11 +75,11 @@ class PenaltyTables:
         self._reserve(max(load.place for load in loads) + 1, longest)
         where = self._counts.device
         for load in loads:
-            prompt = torch.from_numpy(load.prompt).to(where)
-            answer = torch.from_numpy(load.answer).to(where)
+            prompt, answer = _to_device(load.prompt, where), _to_device(load.answer, where)
             self._in_prompt[load.place] = False
             self._in_prompt[load.place, prompt.long()] = True
-            self._counts[load.place] = torch.bincount(answer.long(), minlength=self._vocab).int()
+            self._counts[load.place] = 0  # bincount would make the host wait for the device
+            self._counts[load.place].index_add_(0, answer.long(), torch.ones_like(answer))
             self._said[load.place, : len(prompt)] = prompt
             self._said[load.place, len(prompt) : len(prompt) + len(answer)] = answer
 
@@ -126,6 +126,12 @@ class PenaltyTables:
         self._counts[places, drawn.long()] += 1
         self._reserve(0, inputs.longest + 1)
         self._said[places, inputs.penalty_lengths.long()] = drawn.int()
+
+
+def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Without waiting: from pinned memory where that exists. (What a device still reads is not used again by its allocator.)"""
+    tensor = torch.from_numpy(array)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def process(logits: Tensor, inputs: ProcessorInputs, tables: PenaltyTables) -> Tensor:

@@ -16,7 +16,8 @@ What makes a row's token independent of its neighbours, bit by bit:
 There is no sort of the vocabulary. top_k and top_p keep all tokens above one score, and so many of those at it: a
 *boundary* (score, count). On a CPU it is read off the `_CANDIDATES` best tokens, and only rows for which these don't
 suffice are searched (`_search`: three summing passes, exact). On other devices every row is searched, because looking
-at the outcome would make the host wait for the device: there, nothing in this file does.
+at the outcome would make the host wait for the device: there, nothing in this file does. On a GPU all but that search
+is done by `cbengine.kernels.triton.sampling`.
 
 Rows without a distribution (a NaN or +inf among the logits, or nothing but -inf) get the token that `torch.argmax`
 would give, which counts a NaN as the largest: meaningless, but in [0, V), and no other row notices. A NaN whose token
@@ -25,9 +26,11 @@ is banned is no NaN any more.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -61,6 +64,8 @@ def sample(logits: Tensor, s: SamplingInputs) -> Tensor:
     Returns:
         int32 [N] in [0, V). Greedy rows: the lowest index of the largest logit that is not banned, as `torch.argmax`.
     """
+    if _on_gpu(logits):
+        return _sample_fused(logits, s)
     if not s.any_random and s.banned_rows.numel() == 0:
         return _argmax(logits).to(torch.int32)
     out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
@@ -94,6 +99,36 @@ def distribution(logits: Tensor, s: SamplingInputs) -> Tensor:
             spread = weights[:, : logits.shape[1]] / total[:, None]
             out[rows] = torch.where(_has_choice(total, part)[:, None], spread, out[rows])
     return out
+
+
+@cache
+def _has_kernels() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _on_gpu(logits: Tensor) -> bool:
+    """Whether our Triton kernels can sample."""
+    return logits.device.type == "cuda" and _has_kernels()
+
+
+def _sample_fused(logits: Tensor, s: SamplingInputs) -> Tensor:
+    """`sample` by kernels; top_k and top_p find their boundary as everywhere."""
+    from cbengine.kernels.triton import sampling  # triton is not everywhere
+
+    if s.banned_rows.numel():
+        logits = _scores(logits, replace(s, any_random=False))
+    elif logits.stride(1) != 1:
+        logits = logits.contiguous()
+    cut = partial(_cut_all, s=s) if s.any_random and (s.any_top_k or s.any_top_p) else None
+    return sampling.sample(logits, sampling.Draw(s.temperature, s.min_p, s.uniform, s.any_random, s.any_min_p), cut)
+
+
+def _cut_all(scores: Tensor, weights: Tensor, s: SamplingInputs) -> None:
+    """Take the weight from every token that top_k, top_p or min_p take away."""
+    ratio = (scores - scores.amax(-1, keepdim=True)).exp_() if s.any_min_p else None
+    _cut(scores, weights, s)
+    if ratio is not None:
+        weights.masked_fill_(ratio < s.min_p[:, None], 0.0)
 
 
 def _host_may_look(tensor: Tensor) -> bool:
@@ -164,13 +199,18 @@ def _weigh(scores: Tensor, best: Tensor, s: SamplingInputs) -> Tensor:
     shift = 1.5 * 2.0 ** vocab.bit_length()
     weights.copy_(ratio).add_(shift).sub_(shift)
     if s.any_top_k or s.any_top_p:
-        boundary, count = _boundaries(scores, weights, s)
-        weights.masked_fill_(scores < boundary[:, None], 0.0)
-        if s.any_top_p:
-            _drop_ties(scores, weights, boundary, count)
+        _cut(scores, weights, s)
     if s.any_min_p:
         weights.masked_fill_(ratio < s.min_p[:, None], 0.0)
     return padded
+
+
+def _cut(scores: Tensor, weights: Tensor, s: SamplingInputs) -> None:
+    """Take the weight from every token that top_k or top_p takes away."""
+    boundary, count = _boundaries(scores, weights, s)
+    weights.masked_fill_(scores < boundary[:, None], 0.0)
+    if s.any_top_p:
+        _drop_ties(scores, weights, boundary, count)
 
 
 def _has_choice(total: Tensor, s: SamplingInputs) -> Tensor:

@@ -41,6 +41,7 @@ class StepSizes(NamedTuple):
     mask_words: int = 0  # 32 tokens each
     logprobs: int = 0  # L
     scores: int = 0  # P, prompt tokens to be scored
+    padding: int = 0  # entries of `sample_index` past N: a captured shape has a place for every sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +51,22 @@ class Layout:
     sizes: StepSizes
     starts: dict[str, tuple[int, int]]
     words: int
+    model_words: int
+    """Where the sections end that the model reads. They come first, so that a graph gets its inputs by one copy; what they
+    are cut by (T, S, W, G and the length of `sample_index`) is the graph's shape."""
 
     @staticmethod
-    @lru_cache(maxsize=4096)
+    @lru_cache(maxsize=512)
     def of(sizes: StepSizes) -> Layout:
-        t, s, w, n, b, g, biases, q, m, mask_words, logprobs, scores = sizes
+        t, s, w, n, b, g, biases, q, m, mask_words, logprobs, scores, padding = sizes
         lengths = {
             "token_ids": t,
             "positions": t,
             "query_starts": s + 1,
             "context_lens": s,
             "rows": s,
-            "sample_index": n + scores,
+            "sample_index": n + padding + scores,
+            "block_tables": g * s * w,
             "sample_rows": n,
             "top_k": n,
             "temperature": n,
@@ -70,7 +75,6 @@ class Layout:
             "uniform": n,
             "banned_rows": b,
             "banned_tokens": b,
-            "block_tables": g * s * w,
             "bias_samples": biases,
             "bias_tokens": biases,
             "bias_values": biases,
@@ -90,7 +94,7 @@ class Layout:
         for name, length in lengths.items():
             starts[name] = (at, at + length)
             at += length
-        return Layout(sizes, starts, at)
+        return Layout(sizes, starts, at, starts["block_tables"][1])
 
 
 class Slot:

@@ -19,7 +19,7 @@ from cbengine.bridge.inbox import Command, Inbox, Stop
 from cbengine.cache.sizing import MemoryPlan
 from cbengine.config import EngineConfig
 from cbengine.devices.base import Device, DeviceLostError
-from cbengine.errors import EngineDeadError, EngineError
+from cbengine.errors import EngineDeadError, EngineError, UnsupportedFeatureError
 from cbengine.execution.build import Built, build
 from cbengine.execution.loop import stopped_error
 from cbengine.execution.pipeline import Sampler
@@ -27,6 +27,7 @@ from cbengine.execution.sampler import sample
 from cbengine.models.base import ModelRunner
 from cbengine.observe.counters import EngineStats
 from cbengine.observe.health import final_snapshot, snapshot
+from cbengine.observe.timeline import Timeline
 from cbengine.scheduling.admission import Registry
 from cbengine.text.background import TokenizerThread
 from cbengine.text.base import Tokenizer
@@ -111,6 +112,22 @@ class Worker:
         if built is not None:
             return snapshot(built.loop.parts)
         return self.last_stats or EngineStats()
+
+    def record(self, timeline: Timeline | None) -> None:
+        """Record the steps from now on, or (None) no more. Raises what `AsyncEngine.timeline` says. Any thread."""
+        built = self.built
+        if timeline is not None:
+            if built is None:
+                raise self._ended_error()
+            if built.config.device != "cpu":
+                raise UnsupportedFeatureError(
+                    f"a timeline of {built.config.device!r} cannot be recorded by the host; supported is 'cpu'. "
+                    "Use torch.profiler, which asks the device"
+                )
+            if built.loop.recording:
+                raise EngineError("a timeline of this engine is being recorded already; end that one first")
+        if built is not None:
+            built.loop.record(timeline)
 
     def join(self, timeout: float | None = None) -> None:
         self._thread.join(timeout)

@@ -31,9 +31,11 @@ FLAGS = (
 )
 _TIMEOUT = 600  # seconds; a compiler that hangs must not hang the engine for ever
 
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd")
 VARIANTS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     # Name: flags of the compiler, and what a CPU has to have, in the words of /proc/cpuinfo. The best first.
-    "avx512": (("-march=x86-64-v4",), frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"})),
+    "avx512-vnni": (("-march=x86-64-v4", "-mavx512vnni"), frozenset({*_AVX512, "avx512_vnni"})),
+    "avx512": (("-march=x86-64-v4",), frozenset(_AVX512)),
     "avx2": (("-march=x86-64-v3",), frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})),
     "portable": ((), frozenset()),
 }

@@ -41,6 +41,10 @@ class Norm:
     eps: float
     kind: NormKind = NormKind.RMS
     bias: torch.Tensor | None = None
+    shifted: torch.Tensor | None = None
+    """The model's own tensor, where `weight` is 1 + it."""
+    round_first: bool = False
+    """In half precision the normed row is rounded before it is multiplied by the weight, not only after."""
 
 
 @dataclass(slots=True)

@@ -19,10 +19,10 @@ logger = logging.getLogger("cbengine")
 _i32, _i64, _f32, _ptr = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 # Values of the enumerations in cpu/*.h.
-F32, BF16, F16, CODES4, CODES8, CODES8_SHORT = 0, 1, 2, 3, 4, 5
+F32, BF16, F16, CODES4, CODES8, CODES8_SHORT, INT8 = 0, 1, 2, 3, 4, 5, 6
 WHOLE, GATE, UP = 0, 1, 2
 STORE, ADD, GATED = 0, 1, 2
-EMBED, NORM, PRODUCT, ROPE, ATTEND = 0, 1, 2, 3, 4
+EMBED, NORM, PRODUCT, ROPE, ATTEND, QUANTIZE = 0, 1, 2, 3, 4, 5
 TOKENS, SAMPLES = 0, 1
 RMS, LAYER = 0, 1
 ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "relu": 3}
@@ -79,6 +79,7 @@ class Norm(ctypes.Structure):
         *((name, _ptr) for name in ("x", "out")),
         *((name, _i64) for name in ("x_stride", "out_stride", "width")),
         *((name, _ptr) for name in ("weight", "bias")),
+        *(("integers", _ptr), ("integers_stride", _i64)),
         ("eps", _f32),
         *((name, _i32) for name in ("kind", "add", "gather")),
     ]
@@ -111,8 +112,17 @@ class Attend(ctypes.Structure):
     ]
 
 
+class Quantize(ctypes.Structure):
+    """cpu/int8.h"""
+
+    _fields_ = [("x", _ptr), ("out", _ptr), *((name, _i64) for name in ("x_stride", "out_stride", "depth"))]
+
+
 class _AnyOperation(ctypes.Union):
-    _fields_ = [("embed", Embed), ("norm", Norm), ("product", Product), ("rope", Rope), ("attend", Attend)]
+    _fields_ = [
+        *(("embed", Embed), ("norm", Norm), ("product", Product), ("rope", Rope), ("attend", Attend)),
+        ("quantize", Quantize),
+    ]
 
 
 class Operation(ctypes.Structure):
@@ -122,7 +132,10 @@ class Operation(ctypes.Structure):
     _fields_ = [*((name, _i32) for name in ("kind", "rows_of", "group", "unused")), ("any", _AnyOperation)]
 
 
-_STRUCTURES: tuple[type[ctypes.Structure], ...] = (Matrix, Batch, Embed, Norm, Product, Rope, Attend, Operation)
+_STRUCTURES: tuple[type[ctypes.Structure], ...] = (
+    *(Matrix, Batch, Embed, Norm, Product, Rope, Attend),
+    *(Quantize, Operation),
+)
 
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "cb_size_of": (_i64, (_i32,)),
@@ -135,7 +148,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "cb_unpack": (None, (_ptr, _ptr, _i64, _i64, _i32)),
     "cb_run": (_i32, (_ptr, _ptr, _ptr, _i64)),
     "cb_attend": (_i32, (_ptr, _ptr, _ptr)),
-    "cb_product": (_i32, (_ptr, _ptr)),
+    "cb_product": (_i32, (_ptr, _ptr, _ptr)),
+    "cb_row_words": (_i64, (_i64,)),
     "cb_place": (None, (_ptr,)),
     "cb_write_pages": (None, (_ptr, _ptr, _ptr, _ptr, _i64, _i64, _i64, _i64)),
 }

@@ -28,15 +28,15 @@ Packed = Callable[[Linear, PackedMatrix | EmbeddingTable], None]
 class _PackedLayer:
     """The matrices of one layer."""
 
-    def __init__(self, library: Library, layer: Layer, packed: Packed) -> None:
-        self.qkv = _pack(library, layer.qkv, packed)
-        self.out = _pack(library, layer.out, packed)
-        self.gate_up = _pack(library, layer.gate_up, packed, gated=True)
-        self.down = _pack(library, layer.down, packed)
+    def __init__(self, library: Library, layer: Layer, packed: Packed, int8: bool) -> None:
+        self.qkv = _pack(library, layer.qkv, packed, int8)
+        self.out = _pack(library, layer.out, packed, int8)
+        self.gate_up = _pack(library, layer.gate_up, packed, int8, gated=True)
+        self.down = _pack(library, layer.down, packed, int8)
 
 
-def _pack(library: Library, linear: Linear, packed: Packed, gated: bool = False) -> PackedMatrix:
-    matrix = PackedMatrix(library, linear.weights, linear.biases, gated=gated)
+def _pack(library: Library, linear: Linear, packed: Packed, int8: bool, gated: bool = False) -> PackedMatrix:
+    matrix = PackedMatrix(library, linear.weights, linear.biases, gated=gated, int8=int8)
     packed(linear, matrix)
     linear.weights, linear.sources = [], []
     return matrix
@@ -48,24 +48,31 @@ class NativeDecoder:
     Args:
         decoder: taken over; its large weights are dropped from it, one by one.
         packed: called for every linear layer once it has been packed, so that its weights can be given up. Any thread.
+        int8: the products of linear layers are those of small integers (see `PackedMatrix`). All else stays as it is: the
+            embedding, norms, attention, keys and values.
+
+    Raises:
+        ValueError: with `int8`, a weight is not finite.
 
     A token's logits do not depend, bit by bit, on what else is in the step, on how its prompt was cut into chunks, or on the
     number of threads.
     """
 
-    def __init__(self, library: Library, decoder: Decoder, packed: Packed) -> None:
+    def __init__(self, library: Library, decoder: Decoder, packed: Packed, *, int8: bool = False) -> None:
         self._library = library
         self._decoder = decoder
         self._hidden = decoder.embedding.shape[1]
-        self._embedding = None
+        self._embedding: EmbeddingTable | PackedMatrix | None = None
         if not decoder.tied:
             self._embedding = EmbeddingTable(decoder.embedding)
             packed(Linear([decoder.embedding], [None]), self._embedding)
+        elif int8:  # the output matrix does not have the embedding's rows exactly
+            self._embedding = PackedMatrix(library, [decoder.embedding])
         decoder.embedding = torch.empty(0)
         # Looking for how weights can be kept takes a second or two for a billion of them.
         with ThreadPoolExecutor(torch.get_num_threads(), "cbengine-pack") as pool:
-            head = pool.submit(_pack, library, decoder.head, packed)
-            self._layers = list(pool.map(lambda layer: _PackedLayer(library, layer, packed), decoder.layers))
+            head = pool.submit(_pack, library, decoder.head, packed, int8)
+            self._layers = list(pool.map(lambda layer: _PackedLayer(library, layer, packed, int8), decoder.layers))
             self._head = head.result()
         self._norms: list[torch.Tensor] = []  # keeps contiguous copies alive
         self._kv: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -118,7 +125,15 @@ class NativeDecoder:
             "product": self._hidden,
             "last": self._hidden,
         }
+        self._buffers, self._tokens = {}, 0  # the old ones go before the new ones come
         self._buffers = {name: torch.zeros(tokens, width) for name, width in widths.items()}
+        depths = {"normed": self._hidden, "x": self._hidden, "last": self._hidden}
+        depths |= {"attended": first.out.depth, "gated": first.down.depth}
+        self._integers = {
+            name: torch.zeros(tokens, self._library.row_words(depth), dtype=torch.int32)
+            for name, depth in depths.items()
+            if self._head.int8
+        }
         self._tokens = tokens
         self._norms.clear()
         operations = [self._embed()]
@@ -139,6 +154,8 @@ class NativeDecoder:
             if before is not None:
                 source = "normed"
                 operations.append(self._norm(before, "x", source))
+            else:
+                operations.extend(self._quantized("x", self._hidden))
             inner(source, "x" if after is None else "product", after is None)
             if after is not None:
                 operations.append(self._norm(after, "product", "x", add=True))
@@ -147,10 +164,12 @@ class NativeDecoder:
             operations.append(self._product(packed.qkv, source, "qkv"))
             operations.append(self._rope(layer, kv))
             operations.append(self._attend(layer, kv))
+            operations.extend(self._quantized("attended", packed.out.depth))
             operations.append(self._product(packed.out, "attended", target, add=add))
 
         def mlp(source: str, target: str, add: bool) -> None:
             operations.append(self._product(packed.gate_up, source, "gated", activation=layer.activation.value))
+            operations.extend(self._quantized("gated", packed.down.depth))
             operations.append(self._product(packed.down, "gated", target, add=add))
 
         around(layer.before_attention, layer.after_attention, attention)
@@ -159,17 +178,18 @@ class NativeDecoder:
 
     def _embed(self) -> lib.Operation:
         out, table = self._buffers["x"], self._embedding
+        rows = table.data.data_ptr() if isinstance(table, EmbeddingTable) else None  # else columns of a packed matrix
         embed = lib.Embed(
             out=out.data_ptr(),
             out_stride=out.stride(0),
             matrix=self._head.structure if table is None else table.structure,
-            table=None if table is None else table.data.data_ptr(),
+            table=rows,
             scale=self._decoder.embedding_scale,
         )
         return lib.Operation(kind=lib.EMBED, embed=embed)
 
     def _norm(self, norm: Norm, source: str, target: str, *, add: bool = False, gather: bool = False) -> lib.Operation:
-        x, out = self._buffers[source], self._buffers[target]
+        x, out, integers = self._buffers[source], self._buffers[target], self._integers.get(target)
         structure = lib.Norm(
             x=x.data_ptr(),
             out=out.data_ptr(),
@@ -178,12 +198,22 @@ class NativeDecoder:
             width=self._hidden,
             weight=self._kept(norm.weight),
             bias=self._kept(norm.bias),
+            integers=None if add else address(integers),
+            integers_stride=0 if integers is None else integers.stride(0),
             eps=norm.eps,
             kind=lib.LAYER if norm.kind is NormKind.LAYER else lib.RMS,
             add=add,
             gather=gather,
         )
         return lib.Operation(kind=lib.NORM, norm=structure)
+
+    def _quantized(self, source: str, depth: int) -> list[lib.Operation]:
+        """What makes a buffer fit for a product, if anything: its rows as integers. A norm does that itself."""
+        if source not in self._integers:
+            return []
+        x, out = self._buffers[source], self._integers[source]
+        structure = lib.Quantize(x.data_ptr(), out.data_ptr(), x.stride(0), out.stride(0), depth)
+        return [lib.Operation(kind=lib.QUANTIZE, quantize=structure)]
 
     def _product(
         self,
@@ -195,7 +225,7 @@ class NativeDecoder:
         activation: str = "none",
         cap: float | None = None,
     ) -> lib.Operation:
-        x = self._buffers[source]
+        x = self._integers[source] if matrix.int8 else self._buffers[source]
         out = None if target is None else self._buffers[target]
         structure = lib.Product(
             x=x.data_ptr(),

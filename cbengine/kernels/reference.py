@@ -74,19 +74,83 @@ class TorchLinear:
         return F.linear(x, self.weight, self.bias)
 
 
+class PlainLinear:
+    """Linear layers side by side, over the model's own weights."""
+
+    def __init__(self, linear: Linear, *, shared: bool = False) -> None:
+        self._parts = list(zip(linear.weights, linear.biases, strict=True))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([F.linear(x, weight, bias) for weight, bias in self._parts], dim=-1)
+
+
+class Int8Linear:
+    """The same with 8-bit weights and activations, see `int8_linear`."""
+
+    def __init__(self, linear: Linear, *, shared: bool = False) -> None:
+        self._weight = torch.cat([w.detach() for w in linear.weights])
+        self._bias = _join_biases(linear)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return int8_linear(x, self._weight, self._bias)
+
+
+INT8_GROUP = 64
+"""Elements of a row of activations that share a scale."""
+
+
+def int8_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 [n, depth] to whole numbers -127 … 127 (as float32) and one scale for each row, float32 [n, 1]."""
+    scale = weight.abs().amax(dim=1, keepdim=True) / 127
+    return torch.where(scale > 0, weight / scale, 0.0).round().clamp(-127, 127), scale
+
+
+def int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations float32 [rows, depth] to whole numbers -127 … 127, as float32 [rows, groups, 64], and scales [rows, groups].
+
+    The last group is filled up with zeros. A group with nothing over 1e-30 is 0; one that holds an infinity or a NaN has a
+    NaN for its scale.
+    """
+    groups = F.pad(x, (0, -x.shape[1] % INT8_GROUP)).unflatten(1, (-1, INT8_GROUP))
+    finite = groups.isfinite().all(dim=2)
+    most = groups.abs().amax(dim=2)
+    some = finite & (most > 1e-30)
+    factor = torch.where(some, torch.full_like(most, 127) / most, 0.0)  # 127 / most would be most.reciprocal() * 127
+    codes = torch.where(some[..., None], (groups * factor[..., None]).clamp(-127, 127), 0.0).round()
+    scale = torch.where(some, most / 127, 0.0)
+    return codes, torch.where(finite, scale, torch.nan)
+
+
+def int8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x` [rows, depth] times `weight` [n, depth] transposed, plus the bias, float32: what `PackedMatrix` with `int8` computes.
+
+    The sum of a group's products is an exact integer. The groups' sums, each times its scale, are added up in float32 and
+    multiplied by the weight's scale.
+    """
+    rows, row_scales = int8_rows(x)
+    codes, scale = int8_weight(weight)
+    columns = F.pad(codes, (0, -x.shape[1] % INT8_GROUP)).unflatten(1, (-1, INT8_GROUP))
+    sums = torch.einsum("rgk,ngk->rng", rows, columns)  # float32 is exact here: below 2^24
+    out = (sums * row_scales[:, None]).sum(dim=2) * scale.T
+    return out if bias is None else out + bias
+
+
 class TorchDecoder:
     """See `decoder.py`. The attention over pages is the caller's, one call for each layer.
 
     Args:
-        decoder: taken over; the weights of its linear layers are dropped from it.
+        decoder: taken over; the weights of its linear layers may be dropped from it.
+        kind: how linear layers are computed.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(
+        self, decoder: Decoder, kind: type[TorchLinear] | type[PlainLinear] | type[Int8Linear] = TorchLinear
+    ) -> None:
         self._decoder = decoder
         # A tied table is read by rows too, so it stays as it is.
-        self._head = TorchLinear(decoder.head, shared=decoder.tied)
+        self._head = kind(decoder.head, shared=decoder.tied)
         self._layers = [
-            tuple(TorchLinear(linear) for linear in (layer.qkv, layer.out, layer.gate_up, layer.down))
+            tuple(kind(linear) for linear in (layer.qkv, layer.out, layer.gate_up, layer.down))
             for layer in decoder.layers
         ]
         self._rotary = RotaryTables(decoder.rotaries, decoder.max_positions)

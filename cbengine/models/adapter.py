@@ -10,11 +10,11 @@ Within a step there is no transformers cache object and no mask: one packed row 
 
 from __future__ import annotations
 
-import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,15 +24,17 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from cbengine.attention import AttentionBackend, LayerKV, choose
-from cbengine.attention.cpu import CpuBackend
+from cbengine.attention import AttentionBackend, AttentionSettings, LayerKV, choose
 from cbengine.attention.eager import attention_math
 from cbengine.cache.geometry import group_of_layers
 from cbengine.errors import UnsupportedFeatureError
 from cbengine.execution.inputs import SamplingInputs, StepInputs
 from cbengine.models.base import ModelSpec
+from cbengine.models.compiled import HANDLE, CompiledForward, Options, attend, pad_tokens
 from cbengine.models.fuse import Fused, fuse
+from cbengine.models.fuse_int8 import fuse_int8, refuse_int8
 from cbengine.models.spec import spec_from_config, text_config
+from cbengine.models.structure import attention_modules, refuse_unknown_interface, weight_bytes
 
 IMPLEMENTATION = "cbengine"
 """Our name in transformers' registry of attention functions."""
@@ -64,6 +66,7 @@ class _Step:
     """One call of `forward`."""
 
     runner: TransformersRunner
+    num_tokens: int
     written: set[int]
     """Layers that have had their attention computed."""
 
@@ -83,6 +86,7 @@ class TransformersRunner:
 
     On a CPU in float32 the model is run by faster code of ours where that is possible (`models/fuse.py`), unless another
     attention backend than "cpu" is asked for. `owned`: the model is nobody else's, so that its weights may be repacked.
+    `quantization`: None or "int8", see `EngineConfig`.
 
     Between `bind` and `release` the model's config names our attention function and the model is in evaluation mode; it
     can still be called by others, with SDPA instead of the implementation it had.
@@ -96,7 +100,13 @@ class TransformersRunner:
     """Chosen here, so that its `page_size_multiple` is known before the cache is made."""
 
     def __init__(
-        self, model: PreTrainedModel, *, name: str | None = None, attention: str | None = None, owned: bool = False
+        self,
+        model: PreTrainedModel,
+        *,
+        name: str | None = None,
+        attention: AttentionSettings | str | None = None,
+        quantization: str | None = None,
+        owned: bool = False,
     ) -> None:
         name = str(name or getattr(model.config, "_name_or_path", "") or type(model).__name__)
         self._model = model
@@ -104,32 +114,70 @@ class TransformersRunner:
             model.config,
             name=name,
             kv_dtype=model.dtype,
-            weight_bytes=_weight_bytes(model),
+            weight_bytes=weight_bytes(model),
             generation_config=getattr(model, "generation_config", None),
         )
-        _refuse_unknown_interface(model, name)
-        self._modules = _attention_modules(model, self.spec)
-        self.attention = choose(attention, model.device, self.spec)
+        refuse_unknown_interface(model, name)
+        self._modules = attention_modules(model, self.spec)
+        if any(getattr(module, "sinks", None) is not None for module in self._modules):
+            self.spec = replace(self.spec, has_sinks=True)
+        settings = attention if isinstance(attention, AttentionSettings) else AttentionSettings(attention)
+        self.attention = choose(settings, model.device, self.spec)
         # A backend remembers the step's block tables, and each attention type has its own.
         self._group_of = group_of_layers(self.spec.layers)
-        others = [choose(attention, model.device, self.spec) for _ in range(max(self._group_of))]
+        others = [type(self.attention).create(settings) for _ in range(max(self._group_of))]
         self._backends = [self.attention, *others]
         self._before: _Before | None = None
+        # transformers takes a mask with four dimensions as it is. Given none, it would look for packed sequences among the
+        # positions, and the host would wait for what it finds (I13). One without elements masks nothing.
+        self._no_mask = torch.zeros(1, 1, 0, 0, device=model.device)
         self._page_size = 0
         self._owned = owned
-        self._may_fuse = attention is None or isinstance(self.attention, CpuBackend)
+        self._may_fuse = settings.name is None or self.attention.name not in ("sdpa", "eager")
         self._fused: Fused | None = None
+        self._compile: tuple[Options | None, Options | None] | None = None
+        self._compiled: CompiledForward | None = None
+        self._int8 = quantization == "int8"
+        if self._int8:
+            refuse_int8(model, self.spec, self.attention)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._model.device
+
+    @property
+    def page_size_multiple(self) -> int:
+        """The cache's page size has to be a multiple of this."""
+        return self.attention.page_size_multiple
 
     @property
     def model(self) -> PreTrainedModel:
         """The transformers model.
 
         One of our own that was served lacks the weights that were repacked; it gets them back here, unless it is being served.
+        Quantised ones cannot be given back: `UnsupportedFeatureError`.
         """
         if self._fused is not None and self._before is None:
             self._fused.undo()
             self._fused = None
         return self._model
+
+    @property
+    def capturable(self) -> bool:
+        """See `ModelRunner.capturable`. Whether the model's own code reads values shows when it is tried."""
+        return (self._fused is None or self._fused.capturable) and all(b.capturable for b in self._backends)
+
+    def compile_with(self, varlen: Options | None, decode: Options | None) -> None:
+        """From the next `bind` on: run steps with prompt tokens, and steps that only decode, through `torch.compile` with
+        these arguments; None for a path as it is. With either the model is not run by faster code of ours."""
+        self._compile = None if varlen is decode is None else (varlen, decode)
+
+    def warm_up(self) -> None:
+        """Compile what is to be compiled. Compute stream's thread, after `bind`; what it raises is the compiler's."""
+        if self._compiled is not None:
+            for decodes in (0, 2):
+                self.forward(_padded_tokens(self._model.device, 2, decodes))
 
     def bind(self, kv: list[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
         """Take the model over, and try it with one padded token. See `ModelRunner.bind`.
@@ -169,18 +217,35 @@ class TransformersRunner:
             raise
 
     def _make_ready(self, parts: list[LayerKV]) -> None:
+        if self._fused is not None and self._compile is not None:
+            self._fused.undo()
+            self._fused = None
         if self._fused is not None:
             self._fused.bind(parts, self._page_size)
             return
         self._probe()
-        if self._may_fuse:
+        if self._compile is not None:
+            self._make_compiled(self._compile)
+        elif self._int8:
+            self._fused = fuse_int8(
+                self._model, self.spec, self._backends, parts, self._page_size, self._run, owned=self._owned
+            )
+        elif self._may_fuse:
             self._fused = fuse(
                 self._model, self.spec, self._backends, parts, self._page_size, self._run, owned=self._owned
             )
 
+    def _make_compiled(self, options: tuple[Options | None, Options | None]) -> None:
+        if self._int8:
+            raise UnsupportedFeatureError(
+                f"{self.spec.name}: weights of 8 bits are for code of ours, which is not compiled; leave either out"
+            )
+        attending = {module: partial(_attend_compiled, module) for module in self._modules}
+        self._compiled = CompiledForward(self._model, attending, *options)
+
     def _probe(self) -> None:
         """One padded token through the model: how it attends shows only when it runs, and should show before a request."""
-        logits = self.forward(_padded_token(self._model.device))
+        logits = self.forward(_padded_tokens(self._model.device, 1, 1))
         if logits.ndim != 2 or logits.shape[0] != 1:
             raise UnsupportedFeatureError(
                 f"{self.spec.name}: {type(self._model).__name__} gave logits of shape {tuple(logits.shape)} for one sampled "
@@ -197,23 +262,28 @@ class TransformersRunner:
 
     def _run(self, inputs: StepInputs) -> torch.Tensor:
         """The forward of transformers."""
-        with torch.inference_mode(), _in_step(_Step(self, set())) as step:
+        with torch.inference_mode(), _in_step(_Step(self, inputs.num_tokens, set())) as step:
             for group, attention in enumerate(self._backends):
                 attention.begin(inputs.of_group(group), self._page_size)
-            output = self._model(
-                input_ids=inputs.token_ids.long()[None],
-                position_ids=inputs.positions.long()[None],
-                use_cache=False,
-                logits_to_keep=inputs.sample_index,
-                return_dict=True,
-            )
+            logits = self._logits(inputs) if self._compiled is None else self._compiled(inputs, self._no_mask)
             missing = sorted(set(range(len(self._modules))) - step.written)
             if missing:
                 raise UnsupportedFeatureError(
                     f"{self.spec.name}: layers {missing} did not call the attention function; models whose every layer "
                     "attends through transformers' attention interface are supported"
                 )
-            return output.logits[0]
+            return logits
+
+    def _logits(self, inputs: StepInputs) -> torch.Tensor:
+        output = self._model(
+            input_ids=inputs.token_ids.long()[None],
+            position_ids=inputs.positions.long()[None],
+            attention_mask=self._no_mask,
+            use_cache=False,
+            logits_to_keep=inputs.sample_index,
+            return_dict=True,
+        )
+        return output.logits[0]
 
     def release(self) -> None:
         """See `ModelRunner.release`."""
@@ -222,6 +292,9 @@ class TransformersRunner:
             return
         if self._fused is not None and self._fused.release():
             self._fused = None
+        if self._compiled is not None:
+            self._compiled.release()
+            self._compiled = None
         for config, implementation in before.implementations:
             setattr(config, _INTERNAL, implementation)
         for module in before.training:
@@ -238,30 +311,30 @@ class TransformersRunner:
         return list(distinct.values())
 
 
-def _padded_token(device: torch.device) -> StepInputs:
-    """A step of one token that belongs to no request: it is written to the cache's reserved block."""
-    zero = np.zeros(1, np.int32)
-    starts = np.array([0, 1], np.int32)
-    one, none = torch.zeros(1, device=device), torch.zeros(0, dtype=torch.int32, device=device)
-    ints = one.to(torch.int32)
+def _padded_tokens(device: torch.device, count: int, decodes: int) -> StepInputs:
+    """A step of `count` sequences of one token each that belong to no request: they are written to the cache's reserved
+    block. The first `decodes` are said to decode."""
+    starts, zeros = np.arange(count + 1, dtype=np.int32), np.zeros(count, np.int32)
+    floats, none = torch.zeros(count, device=device), torch.zeros(0, dtype=torch.int32, device=device)
+    ints = floats.to(torch.int32)
     return StepInputs(
-        num_tokens=1,
-        num_seqs=1,
-        num_decodes=1,
-        num_samples=1,
+        num_tokens=count,
+        num_seqs=count,
+        num_decodes=decodes,
+        num_samples=count,
         max_query_len=1,
         max_context_len=0,
         token_ids=ints,
         positions=ints,
         query_starts=torch.from_numpy(starts).to(device),
         context_lens=ints,
-        block_tables=ints[None],
+        block_tables=ints[:, None],
         rows=ints,
         sample_index=ints,
         host_query_starts=starts,
-        host_context_lens=zero,
-        host_block_tables=zero[None],
-        sampling=SamplingInputs(one, ints, one, one, one, none, none, False, False, False, False),
+        host_context_lens=zeros,
+        host_block_tables=zeros[:, None],
+        sampling=SamplingInputs(floats, ints, floats, floats, floats, none, none, False, False, False, False),
     )
 
 
@@ -292,12 +365,56 @@ def _attention_function(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention interface of transformers: [B, heads, T, D] in, [B, T, heads, D] out. Any thread."""
-    step: _Step | None = getattr(_running, "step", None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    masked = attention_mask is not None and attention_mask.numel() > 0
+    special = masked or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False
+    # In code that torch.compile makes for us, what follows within a step is one operation, and this is only traced.
+    if torch.compiler.is_compiling() and (handle := getattr(module, HANDLE, None)) is not None and not special:
+        return attend(query, key, value, handle, scale, softcap, s_aux), None
+    step: _Step | None = getattr(_running, "step", None)
     if step is None:
         return _ordinary_attention(
             module, query, key, value, attention_mask, scale, dropout, softcap=softcap, s_aux=s_aux, **kwargs
         )
+    if special:
+        raise UnsupportedFeatureError(
+            f"{step.runner.spec.name}: {type(module).__name__} attends with a mask or a bias of its own; plain causal "
+            "attention is supported"
+        )
+    return _attend(module, step, query, key, value, scale, softcap, s_aux)[None], None
+
+
+def _attend_compiled(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The attention of a compiled forward, whose rows may be padded: [1, T, heads, D]. Compute stream's thread."""
+    step: _Step | None = getattr(_running, "step", None)
+    if step is None:
+        raise UnsupportedFeatureError(
+            f"{type(module).__name__} is being served compiled: nobody else can call it compiled"
+        )
+    padded = query.shape[2]
+    query, key, value = (x[:, :, : step.num_tokens] for x in (query, key, value))
+    return pad_tokens(_attend(module, step, query, key, value, scale, softcap, sinks), padded)
+
+
+def _attend(
+    module: nn.Module,
+    step: _Step,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """One layer's attention in a step: [1, heads, T, D] in, [T, heads, D] out."""
     layer: _Layer | None = vars(module).get(_LAYER)
     name = step.runner.spec.name
     if layer is None or layer.runner is not step.runner or layer.index in step.written:
@@ -305,10 +422,6 @@ def _attention_function(
         raise UnsupportedFeatureError(
             f"{name}: {type(module).__name__} called the attention function {again} in one step; models that attend once "
             "in each layer are supported"
-        )
-    if attention_mask is not None or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
-        raise UnsupportedFeatureError(
-            f"{name}: {type(module).__name__} attends with a mask or a bias of its own; plain causal attention is supported"
         )
     kv, heads = layer.kv, (key.shape[1], key.shape[3])
     if heads != kv.key.shape[2:] or value.shape != key.shape or query.shape[3] != key.shape[3]:
@@ -318,10 +431,9 @@ def _attention_function(
         )
     step.written.add(layer.index)
     backend = layer.attention
-    _check_backend(backend, name, softcap, s_aux)
+    _check_backend(backend, name, softcap, sinks)
     backend.write(kv, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    out = backend.attend(kv, query[0].transpose(0, 1), scale=scale, window=layer.window, softcap=softcap, sinks=s_aux)
-    return out[None], None
+    return backend.attend(kv, query[0].transpose(0, 1), scale=scale, window=layer.window, softcap=softcap, sinks=sinks)
 
 
 def _check_backend(backend: AttentionBackend, name: str, softcap: float | None, sinks: torch.Tensor | None) -> None:
@@ -373,53 +485,3 @@ def _ordinary_attention(
         sinks=s_aux,
     )
     return out, None
-
-
-def _weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers, tied ones once."""
-    tensors: dict[int, torch.Tensor] = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
-
-
-def _refuse_unknown_interface(model: PreTrainedModel, name: str) -> None:
-    kind = type(model).__name__
-    can_set: Callable[[], bool] | None = getattr(model, "_can_set_attn_implementation", None)
-    if not getattr(model, "_supports_attention_backend", False) or (can_set is not None and not can_set()):
-        raise UnsupportedFeatureError(
-            f"{name}: {kind} does not attend through transformers' attention interface "
-            "(_supports_attention_backend is False), so its attention cannot be replaced; models that do are supported"
-        )
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedFeatureError(
-            f"{name}: {kind}.forward takes no logits_to_keep; language models with a head (…ForCausalLM) are supported"
-        )
-
-
-def _attention_modules(model: PreTrainedModel, spec: ModelSpec) -> list[nn.Module]:
-    """The attention module of each layer, in order.
-
-    They are told by their `layer_idx`. Layers of attention that hold another attention module (wrappers) are left out.
-    """
-    decoder = model.get_decoder()
-    found: dict[int, list[nn.Module]] = {}
-    for module in (decoder if isinstance(decoder, nn.Module) else model).modules():
-        if _is_attention(module) and not any(_is_attention(inner) for inner in module.modules() if inner is not module):
-            found.setdefault(int(module.layer_idx), []).append(module)  # type: ignore[arg-type]
-    expected = range(len(spec.layers))
-    if sorted(found) != list(expected) or any(len(modules) != 1 for modules in found.values()):
-        counts = {index: len(modules) for index, modules in sorted(found.items())}
-        raise UnsupportedFeatureError(
-            f"{spec.name}: {type(model).__name__} has attention modules {counts} (layer: how many) for "
-            f"{len(expected)} layers; models with one self-attention in each layer are supported"
-        )
-    modules = [found[index][0] for index in expected]
-    if any(getattr(module, "is_causal", True) is False for module in modules):
-        raise UnsupportedFeatureError(
-            f"{spec.name}: {type(modules[0]).__name__} is not causal; decoder-only models with causal attention are supported"
-        )
-    return modules
-
-
-def _is_attention(module: nn.Module) -> bool:
-    index = getattr(module, "layer_idx", None)
-    return isinstance(index, int) and (hasattr(module, "is_causal") or "attention" in type(module).__name__.lower())

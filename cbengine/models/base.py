@@ -41,11 +41,39 @@ class ModelSpec:
     generation_defaults: dict[str, float | int]
     """Sampling defaults from the checkpoint's generation config, under `SamplingParams`' names."""
 
+    @property
+    def attention_reach(self) -> int:
+        """Tokens of context whose attention takes as many multiplications as all else that a token goes through.
+
+        A gated MLP is assumed; layers with a window are left out, as their attention stays small.
+        """
+        matrices = attention = 0
+        for layer in self.layers:
+            width, kv_width = self.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+            matrices += self.hidden_size * (2 * width + 2 * kv_width + 3 * self.intermediate_size)
+            attention += 0 if layer.window is not None else 2 * width
+        return max(1, matrices // max(1, attention))
+    softcap: float | None = None
+    """Bound of the attention scores, if the model has one. An attention backend has to know how."""
+    has_sinks: bool = False
+    """Attention scores that no value belongs to (GPT-OSS). Likewise."""
+    num_rotaries: int = 1
+    """Rotary embeddings: one, or one for each type of layer. Sizes the memory of a step."""
+
 
 class ModelRunner(Protocol):
-    """Runs one packed step. `bind` is called once by the engine thread, `forward` on the compute stream."""
+    """Runs one packed step. `bind` is called once by the engine thread, `forward` on the compute stream.
+
+    One that has an attribute `page_size_multiple` gets pages of a multiple of so many tokens.
+    """
 
     spec: ModelSpec
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a graph may capture `forward`: of the inputs it looks at device tensors and at the sizes of the step alone,
+        at no host array and at no value in a device tensor. Asked once, after `bind`."""
+        ...
 
     def bind(self, kv: list[tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
         """Give each layer its part of the cache: K and V of shape [num_blocks, page_size, num_kv_heads, head_dim].

@@ -1,4 +1,4 @@
-"""Makes a model fast on a CPU without changing what it computes.
+"""Makes a model fast without changing what it computes. What follows is the CPU's way; a GPU's is `fuse_gpu.py`.
 
 A model whose every part we know (`fuse_recognise.py`) is not run by transformers any more, but by `cbengine.kernels`: its
 weights packed, in half of float32's size where that is exact, and a whole step in one call. In other models the linear
@@ -8,9 +8,11 @@ or anything is not as expected, the model runs as transformers computes it. Noth
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +25,7 @@ from cbengine.cache.geometry import RESERVED_CHUNKS, group_of_layers
 from cbengine.execution.inputs import SamplingInputs, StepInputs
 from cbengine.kernels.library import Library, get_library
 from cbengine.kernels.native import NativeDecoder
-from cbengine.kernels.reference import TorchDecoder
+from cbengine.kernels.reference import PlainLinear, TorchDecoder, TorchLinear
 from cbengine.kernels.team import take_over_threads
 from cbengine.models.base import ModelSpec
 from cbengine.models.fuse_linear import PackedLinears
@@ -37,12 +39,17 @@ _COMPUTE = "cbengine-compute"
 _PROBE_TOKENS = 12
 _TOLERANCE = 1e-4
 """Largest difference of two logits, as a share of the largest logit, that rounding explains."""
+_HALF_TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""In half precision: of the logits' Euclidean norm, since single ones differ by chance."""
 
 Forward = Callable[[StepInputs], torch.Tensor]
 
 
 class Fused(Protocol):
     """What a model is run by instead. Made by `fuse`."""
+
+    capturable: bool
+    """Of a step's inputs it looks at device tensors and sizes alone, so that a graph may capture it."""
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """As `ModelRunner.forward`."""
@@ -63,6 +70,8 @@ class Fused(Protocol):
 
 class FusedNative:
     """One call into the kernels for each step."""
+
+    capturable = False
 
     def __init__(self, library: Library, model: PreTrainedModel, spec: ModelSpec, owned: bool) -> None:
         decoder = recognise(model, spec)
@@ -89,10 +98,18 @@ class FusedNative:
 class FusedTorch:
     """The same in torch's operations, where there are no kernels."""
 
-    def __init__(self, model: PreTrainedModel, spec: ModelSpec, backends: Sequence[AttentionBackend]) -> None:
+    capturable = False
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        spec: ModelSpec,
+        backends: Sequence[AttentionBackend],
+        kind: type[TorchLinear] | type[PlainLinear] = TorchLinear,
+    ) -> None:
         decoder = recognise(model, spec)
         self._attentions = [layer.attention for layer in decoder.layers]
-        self._decoder = TorchDecoder(decoder)
+        self._decoder = TorchDecoder(decoder, kind)
         self._backends = backends
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
@@ -118,6 +135,8 @@ class FusedTorch:
 
 class FusedLinears:
     """transformers' own forward, over linear layers that are replaced."""
+
+    capturable = False
 
     def __init__(self, library: Library, model: PreTrainedModel, original: Forward, owned: bool) -> None:
         self._original = original
@@ -154,7 +173,10 @@ def fuse(
         original: the model's own forward over the same pages.
         owned: the model is nobody else's, so its weights may be dropped once they are packed.
     """
-    if spec.kv_dtype != torch.float32 or any(p.dtype != torch.float32 for p in model.parameters()):
+    if _on_gpu(model):
+        return _fuse_for_gpu(model, spec, backends, layers, page_size, original, owned)
+    plain = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
+    if spec.kv_dtype != torch.float32 or not plain:
         return None
     library = get_library() if isinstance(backends[0], CpuBackend) else None
     with torch.inference_mode():
@@ -166,26 +188,74 @@ def fuse(
             _log.info("%s: its forward stays transformers' own; what we know does not cover %s", spec.name, unknown)
         else:
             whole.bind(layers, page_size)
-            if _agrees(whole, probe, expected, spec):
+            if _agrees(whole, [probe], [expected], spec):
                 return whole
         if library is None:
             return None
         parts = FusedLinears(library, model, original, owned)
-        return parts if _agrees(parts, probe, expected, spec) else None
+        return parts if _agrees(parts, [probe], [expected], spec) else None
 
 
-def _agrees(fused: Fused, probe: StepInputs, expected: torch.Tensor, spec: ModelSpec) -> bool:
+def _on_gpu(model: PreTrainedModel) -> bool:
+    """Whether our Triton kernels can run the model."""
+    return model.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def _fuse_for_gpu(
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    backends: Sequence[AttentionBackend],
+    layers: Sequence[LayerKV],
+    page_size: int,
+    original: Forward,
+    owned: bool,
+) -> Fused | None:
+    """`fuse` on a GPU."""
+    from cbengine.models.fuse_gpu import FusedGpu  # triton is not everywhere
+    from cbengine.models.fuse_modules import FusedModules
+
+    if any(p.dtype != spec.kv_dtype for p in model.parameters()):
+        return None
+    with torch.inference_mode():
+        prompt = _probe(spec, layers, page_size)
+        probes = [_moved(probe, model.device) for probe in (prompt, _next_token(prompt))]
+        expected = [original(probe) for probe in probes]
+        try:
+            whole = FusedGpu(model, spec, backends, owned=owned)
+        except NotRecognised as unknown:
+            _log.info("%s: its forward stays transformers' own; what we know does not cover %s", spec.name, unknown)
+        else:
+            whole.bind(layers, page_size)
+            if _agrees(whole, probes, expected, spec):
+                return whole
+        parts = FusedModules(model, original, owned=owned)
+        return parts if _agrees(parts, probes, expected, spec) else None
+
+
+def _agrees(fused: Fused, probes: list[StepInputs], expected: list[torch.Tensor], spec: ModelSpec) -> bool:
     """Whether the logits are the same but for rounding; if not, everything is undone."""
-    found = fused.forward(probe)
-    error = float((found - expected).abs().max() / expected.abs().max())
-    if error <= _TOLERANCE:
-        _log.debug("%s: %s differs by %.1e of the largest logit", spec.name, type(fused).__name__, error)
+    found = [fused.forward(probe).float() for probe in probes]
+    error = max(_difference(*pair, spec.kv_dtype) for pair in zip(found, (e.float() for e in expected), strict=True))
+    if error <= _tolerance(spec.kv_dtype):
+        _log.debug("%s: %s differs by %.1e of the logits", spec.name, type(fused).__name__, error)
         return True
     _log.warning(
         "%s: faster code for it was not used, since its logits differ by %.1e of the largest", spec.name, error
     )
     fused.undo()
     return False
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> float:
+    if dtype in _HALF_TOLERANCE:
+        return float((found - expected).norm() / expected.norm())
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return 5e-3  # somebody allows TF32, whose rounding differs with the shape of a product
+    return _HALF_TOLERANCE.get(dtype, _TOLERANCE)
 
 
 def _probe(spec: ModelSpec, layers: Sequence[LayerKV], page_size: int) -> StepInputs:
@@ -221,3 +291,34 @@ def _probe(spec: ModelSpec, layers: Sequence[LayerKV], page_size: int) -> StepIn
         group_tables=(torch.from_numpy(table),) * several,
         host_group_tables=(table,) * several,
     )
+
+
+def _next_token(prompt: StepInputs) -> StepInputs:
+    """The step after `_probe`'s, where its last token is decoded again: attention has another kernel for that."""
+    last = slice(prompt.num_tokens - 1, prompt.num_tokens)
+    starts = np.array([0, 1], np.int32)
+    return replace(
+        prompt,
+        num_tokens=1,
+        num_decodes=1,
+        num_samples=1,
+        max_query_len=1,
+        token_ids=prompt.token_ids[last],
+        positions=prompt.positions[last],
+        query_starts=torch.from_numpy(starts),
+        sample_index=prompt.sample_index[:1],
+        host_query_starts=starts,
+    )
+
+
+def _moved(inputs: StepInputs, device: torch.device) -> StepInputs:
+    """The same step with its tensors on `device`."""
+    names = [name for name in StepInputs.__slots__ if isinstance(getattr(inputs, name), torch.Tensor)]
+    moved = {name: getattr(inputs, name).to(device) for name in names}
+    sampling = {
+        name: value.to(device)
+        for name in SamplingInputs.__slots__
+        if isinstance(value := getattr(inputs.sampling, name), torch.Tensor)
+    }
+    tables = tuple(table.to(device) for table in inputs.group_tables)
+    return replace(inputs, **moved, sampling=replace(inputs.sampling, **sampling), group_tables=tables)

@@ -48,7 +48,7 @@ def recognise(model: PreTrainedModel, spec: ModelSpec) -> Decoder:
         embedding=_float(embedding.weight),
         embedding_scale=_embedding_scale(embedding),
         layers=layers,
-        norm=_norm(decoder.norm),
+        norm=norm_of(decoder.norm),
         head=_linear(head),
         head_cap=None if cap is None else float(cap),
         rotaries=rotaries,
@@ -62,7 +62,8 @@ def _require(ok: bool, module: object) -> None:
 
 
 def _float(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype != torch.float32 or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+    if not plain or tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise NotRecognised(f"a weight of {tensor.dtype} on {tensor.device}")
     return tensor
 
@@ -81,8 +82,8 @@ def _layer(layer: Any, spec: ModelSpec, index: int, table: int, rotaries: list[R
         names = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
     else:
         names = ("input_layernorm", "", "post_attention_layernorm", "")
-    norms = [_norm(getattr(layer, name)) if name else None for name in names]
-    gate_up, activation, down = _mlp(layer.mlp)
+    norms = [norm_of(getattr(layer, name)) if name else None for name in names]
+    gate_up, activation, down = mlp_of(layer.mlp)
     attention = _attention(layer.self_attn, spec, index, table, rotaries[table], group)
     return Layer(
         qkv=_qkv(layer.self_attn, attention),
@@ -117,8 +118,8 @@ def _attention(module: Any, spec: ModelSpec, index: int, table: int, rotary: Rot
         scale=float(module.scaling),
         window=kv.window,
         softcap=None if softcap is None else float(softcap),
-        query_norm=_norm(module.q_norm) if normed else None,
-        key_norm=_norm(module.k_norm) if normed else None,
+        query_norm=norm_of(module.q_norm) if normed else None,
+        key_norm=norm_of(module.k_norm) if normed else None,
         clip=None if clip is None else float(clip),
     )
 
@@ -135,7 +136,7 @@ def _qkv(module: Any, attention: Attention) -> Linear:
     return joined
 
 
-def _mlp(module: Any) -> tuple[Linear, Activation, Linear]:
+def mlp_of(module: Any) -> tuple[Linear, Activation, Linear]:
     _require(is_known(module, "mlp"), module)
     if hasattr(module, "gate_up_proj"):
         whole, activation = _linear(module.gate_up_proj), module.activation_fn
@@ -166,11 +167,13 @@ def _linear(module: nn.Module) -> Linear:
     return Linear([_float(module.weight)], [None if module.bias is None else _float(module.bias)])
 
 
-def _norm(module: Any) -> Norm:
+def norm_of(module: Any) -> Norm:
     if is_known(module, "rms_norm"):
-        return Norm(_float(module.weight), float(module.variance_epsilon))
+        first = "self.weight * hidden_states.to(input_dtype)" in source_of(module)
+        return Norm(_float(module.weight), float(module.variance_epsilon), round_first=first)
     if is_known(module, "shifted_rms_norm"):
-        return Norm(1.0 + _float(module.weight).detach(), float(module.eps))
+        weight = _float(module.weight).detach()
+        return Norm(1.0 + weight.float(), float(module.eps), shifted=weight)
     if is_known(module, "plain_layer_norm"):
         return Norm(None, 1e-5, NormKind.LAYER)
     raise NotRecognised(f"{type(module).__module__}.{type(module).__qualname__}")

@@ -33,7 +33,7 @@ class GivenUp:
             return
         self._kept.append((linear.sources, packed))
         for source in linear.sources:
-            source.data = torch.full((1,), math.nan).expand(source.shape)
+            hollow(source)
 
     def restore(self) -> None:
         """Give every weight back, bit by bit what it was."""
@@ -42,6 +42,11 @@ class GivenUp:
             for source, part in zip(sources, whole.split([s.shape[0] for s in sources]), strict=True):
                 source.data = part.clone()
         self._kept.clear()
+
+
+def hollow(parameter: torch.Tensor) -> None:
+    """Take a parameter's memory from it."""
+    parameter.data = torch.full((1,), math.nan).expand(parameter.shape)
 
 
 def settle(model: nn.Module) -> None:

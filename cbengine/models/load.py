@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from cbengine.attention.settings import AttentionSettings
 from cbengine.errors import InvalidRequestError, UnsupportedFeatureError
 from cbengine.models.adapter import TransformersRunner
 from cbengine.models.base import ModelSpec
@@ -39,7 +41,8 @@ def load(
     device: str | torch.device = "cpu",
     revision: str | None = None,
     trust_remote_code: bool = False,
-    attention: str | None = None,
+    attention: AttentionSettings | str | None = None,
+    quantization: str | None = None,
     with_tokenizer: bool = True,
     **from_pretrained: Any,
 ) -> LoadedModel:
@@ -51,7 +54,9 @@ def load(
             a quantised checkpoint is loaded as transformers loads it.
         device: where to put the model. Ignored if `device_map` is among the further options.
         revision, trust_remote_code: as in transformers.
-        attention: name of the attention backend (`cbengine.attention.available()`); default: the fastest for the device.
+        attention: name of the attention backend (`cbengine.attention.available()`), or all settings about it; default: the fastest
+            that can serve the model on the device.
+        quantization: as in `EngineConfig`.
         with_tokenizer: False leaves the tokenizer out.
         from_pretrained: further options for `AutoModelForCausalLM.from_pretrained`.
 
@@ -63,7 +68,7 @@ def load(
     device = torch.device(device)
     if isinstance(model, PreTrainedModel):
         options = {"revision": revision, **from_pretrained}
-        return _adopt(model, dtype, device, attention, with_tokenizer, options)
+        return _adopt(model, dtype, device, attention, quantization, with_tokenizer, options)
     if not isinstance(model, (str, Path)):
         raise InvalidRequestError(
             f"a model is a hub id, a folder, a .gguf file or a transformers PreTrainedModel, got {type(model).__name__}"
@@ -74,9 +79,9 @@ def load(
     else:
         where = {"revision": revision, "trust_remote_code": trust_remote_code}
         network, tokenizer = _load_checkpoint(source, dtype, device, with_tokenizer, where, from_pretrained)
-    if device.type != "cpu" and "device_map" not in from_pretrained:
+    if network.device.type != device.type and "device_map" not in from_pretrained:
         network.to(device)  # type: ignore[arg-type]
-    runner = TransformersRunner(network, name=source, attention=attention, owned=True)
+    runner = TransformersRunner(network, name=source, attention=attention, quantization=quantization, owned=True)
     return LoadedModel(runner, tokenizer, source)
 
 
@@ -129,6 +134,8 @@ def _load_checkpoint(
         config = AutoConfig.from_pretrained(source, **where, **hub)
     spec_from_config(config, name=source, kv_dtype=torch.float32)
     quantised = getattr(config, "quantization_config", None) is not None or "quantization_config" in options
+    if device.type != "cpu" and "device_map" not in options and find_spec("accelerate") is not None:
+        options = {**options, "device_map": {"": device}}  # shard by shard to where it is wanted, and never whole in RAM
     network = AutoModelForCausalLM.from_pretrained(source, dtype=_dtype(dtype, device, quantised), **where, **options)
     tokenizer = None
     if with_tokenizer and _may_have_tokenizer(source, hub):
@@ -140,7 +147,8 @@ def _adopt(
     model: PreTrainedModel,
     dtype: str | torch.dtype | None,
     device: torch.device,
-    attention: str | None,
+    attention: AttentionSettings | str | None,
+    quantization: str | None,
     with_tokenizer: bool,
     options: dict[str, Any],
 ) -> LoadedModel:
@@ -157,7 +165,7 @@ def _adopt(
         raise InvalidRequestError(
             f"device={str(device)!r} does not fit the model that was passed, which is on {model.device}; move it first"
         )
-    runner = TransformersRunner(model, attention=attention)
+    runner = TransformersRunner(model, attention=attention, quantization=quantization)
     tokenizer = None
     source = str(getattr(model.config, "_name_or_path", "") or "")
     if with_tokenizer and source and not is_gguf(source) and _may_have_tokenizer(source, {}):

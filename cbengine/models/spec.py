@@ -49,6 +49,8 @@ def spec_from_config(
         weight_bytes=weight_bytes,
         eos_token_ids=_eos_token_ids(generation_config, config, text),
         generation_defaults=_generation_defaults(generation_config, name),
+        softcap=getattr(text, "attn_logit_softcapping", None),
+        num_rotaries=max(1, len(_rope_parameters(text))),
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cbengine.cache.geometry import group_of_layers
+from cbengine.cache.geometry import WRITE_BLOCK, group_of_layers
 from cbengine.models.base import LayerSpec, ModelSpec
 from cbengine.testing.fake_tokenizer import FakeTokenizer
 
@@ -50,8 +50,12 @@ class FakeModel:
             full attention. Default: two layers with full attention.
         free: cost nothing: touch no pages and give the same logits for every row. For measuring everything else.
 
+    It can be captured in graphs.
+
     `delay`, `fault` and `tokenizer` (a `FakeTokenizer`) may be replaced at any time. `forwards` counts the forwards.
     """
+
+    capturable = True
 
     def __init__(
         self,
@@ -94,6 +98,7 @@ class FakeModel:
         self._group_of = group_of_layers(self.spec.layers)
         self._windows = [windows[self._group_of.index(group)] for group in sorted(set(self._group_of))]
         self._layer_weights = [_layer_weights(layer) for layer in range(len(windows))]
+        self._weight_tensors = [torch.tensor(weights) for weights in self._layer_weights]
         # Any token that does not end the answer.
         self._free_token = next(i for i in range(2, vocab_size + 2) if i % vocab_size not in self.spec.eos_token_ids)
         self._free_logits = self._peaked(0)
@@ -123,16 +128,19 @@ class FakeModel:
         assert self._kv, "forward was called before bind or after release"
         starts = inputs.query_starts.long()
         tokens = torch.arange(inputs.num_tokens)
-        sequences = torch.searchsorted(starts[1:], tokens, right=True)  # [T] the sequence of each token
+        # [T] the sequence of each token; padded tokens come after the last one
+        sequences = torch.searchsorted(starts[1:].contiguous(), tokens, right=True)
         self._write(inputs, sequences)
         samples = inputs.sample_index.long()
-        sampled = sequences[samples]
+        sampled = sequences[samples].clamp(max=inputs.num_seqs - 1)
         # As in attention: the last query sees the whole context, the one before it a token less, and so on.
         lengths = inputs.context_lens[sampled] - (starts[sampled + 1] - 1 - samples)
         total = torch.zeros_like(lengths)
+        contexts = inputs.host_context_lens  # a captured step has none, but block tables of a fixed width
+        most = int(contexts.max()) if len(contexts) else inputs.max_context_len
         for group, window in enumerate(self._windows):
             tables = inputs.of_group(group).block_tables[sampled].long()
-            total = total + self._read(group, tables, lengths, window)
+            total = total + self._read(group, tables, lengths, window, most)
         mixed = (total % _PRIME + lengths * _LENGTH_WEIGHT) % _PRIME
         return self._logits(mixed * mixed % _PRIME)
 
@@ -184,8 +192,11 @@ class FakeModel:
     def _write(self, inputs: StepInputs, sequences: torch.Tensor) -> None:
         """Put K and V of the step's tokens into their pages."""
         positions = inputs.positions.long()
+        in_step = sequences < inputs.num_seqs
+        sequences = sequences.clamp(max=inputs.num_seqs - 1)
         tables = [inputs.of_group(group).block_tables for group in range(len(self._windows))]
-        blocks = [table[sequences, positions // self._page_size].long() for table in tables]
+        blocks = [table[sequences, positions // self._page_size].long() * in_step for table in tables]
+        blocks = [block.clamp(min=WRITE_BLOCK) for block in blocks]  # where padding is written
         offsets = positions % self._page_size
         entry = torch.stack((inputs.token_ids.long(), positions), dim=-1).float().unsqueeze(1)  # [T, 1, 2]
         for layer, (k, v) in enumerate(self._kv):
@@ -194,10 +205,11 @@ class FakeModel:
             k[own, offsets] = shifted
             v[own, offsets] = shifted.flip(-1)
 
-    def _read(self, group: int, tables: torch.Tensor, lengths: torch.Tensor, window: int | None) -> torch.Tensor:
-        """What `lengths` [N] entries found through `tables` [N, W] weigh, in the layers of one attention type: int64 [N]
-        below the prime. With a window, its pages alone are looked at."""
-        most = int(lengths.max()) if len(lengths) else 0
+    def _read(
+        self, group: int, tables: torch.Tensor, lengths: torch.Tensor, window: int | None, most: int
+    ) -> torch.Tensor:
+        """What `lengths` [N] entries (at most `most`) found through `tables` [N, W] weigh, in the layers of one attention type:
+        int64 [N] below the prime. With a window, its pages alone are looked at."""
         starts = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
         places = starts[:, None] + torch.arange(most if window is None else min(window, most))
         seen = places < lengths[:, None]
@@ -206,7 +218,7 @@ class FakeModel:
         mixed = places * _PLACE_WEIGHT
         for layer, cache in enumerate(self._kv):
             if self._group_of[layer] == group:
-                for part, weight in zip(cache, torch.tensor(self._layer_weights[layer]), strict=True):
+                for part, weight in zip(cache, self._weight_tensors[layer], strict=True):
                     mixed = (mixed + (part[blocks, offsets, 0].long() * weight).sum(-1)) % _PRIME
         mixed = mixed * mixed % _PRIME
         return (mixed * mixed % _PRIME * seen).sum(-1) % _PRIME

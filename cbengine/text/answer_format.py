@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cbengine.text.parts import Part, join_parts
-from cbengine.text.reasoning import AnswerParser, detect_reasoning, markers, opens_reasoning
+from cbengine.text.reasoning import REASONING, AnswerParser, detect_reasoning, markers, opens_reasoning
+from cbengine.text.structured_spec import AUTO, StructuredSpec
 from cbengine.text.tool_calls import detect_format
 
 if TYPE_CHECKING:
     from cbengine.text.base import Tokenizer
-
-AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +21,20 @@ class AnswerFormat:
     reasoning: str | None = None
     tools: str | None = None
     starts_in_reasoning: bool = False
+    reasoning_is_over: bool = False
+    """The prompt has an empty reasoning at its end: the model is not to reason."""
     keep: frozenset[int] = frozenset()
     """Special tokens whose names must be in the text, for they are marks."""
 
     def parser(self) -> AnswerParser:
         """A parser for one answer."""
         return AnswerParser(self.reasoning, self.tools, starts_in_reasoning=self.starts_in_reasoning)
+
+    def constrain(self, spec: StructuredSpec) -> StructuredSpec:
+        """`spec` for an answer of this format: reasoning is left free, unless the spec says something about it itself."""
+        if self.reasoning is None or self.reasoning_is_over or spec.reasoning != AUTO:
+            return spec
+        return replace(spec, reasoning=self.reasoning, reasoning_opened=self.starts_in_reasoning)
 
     def parse(self, text: str) -> tuple[Part, ...]:
         """The parts of a whole answer."""
@@ -51,4 +58,5 @@ def answer_format(
     marks = markers(reasoning, tools)
     special = getattr(tokenizer, "ids_of_special", None)
     keep = special(marks) if special is not None and marks else frozenset[int]()
-    return AnswerFormat(reasoning, tools, opens_reasoning(prompt, reasoning), keep)
+    over = reasoning is not None and prompt.rstrip().endswith(REASONING[reasoning][1])
+    return AnswerFormat(reasoning, tools, opens_reasoning(prompt, reasoning), over, keep)

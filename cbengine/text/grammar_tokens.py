@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 from cbengine.errors import UnsupportedFeatureError
 from cbengine.text.tokenize import TextTokenizer
 
 _SPECIAL = b"\xff"
 """llguidance's mark of special tokens: a byte that no text has, so that no text is made of them."""
+
+
+def check_usable(tokenizer: TextTokenizer, eos_token_ids: Sequence[int]) -> None:
+    """Raises `UnsupportedFeatureError` for a tokenizer that no grammar can be made for."""
+    if tokenizer.table is None:
+        raise UnsupportedFeatureError(
+            "structured output is not supported for this model: the texts of its tokens are not known one by one"
+            " (byte-level and sentencepiece-like tokenizers with a Rust backend are supported)"
+        )
+    if not eos_token_ids:
+        raise UnsupportedFeatureError("structured output needs an end-of-sequence token, and this model has none")
 
 
 class GrammarTokens:
@@ -24,14 +36,9 @@ class GrammarTokens:
     bos_token_id: int | None = None
 
     def __init__(self, tokenizer: TextTokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        check_usable(tokenizer, eos_token_ids)
         table = tokenizer.table
-        if table is None:
-            raise UnsupportedFeatureError(
-                "structured output is not supported for this model: the texts of its tokens are not known one by one"
-                " (byte-level and sentencepiece-like tokenizers with a Rust backend are supported)"
-            )
-        if not eos_token_ids:
-            raise UnsupportedFeatureError("structured output needs an end-of-sequence token, and this model has none")
+        assert table is not None
         tokens = [text.encode() if text is not None else table.raw[i] for i, text in enumerate(table.texts)]
         for name, token_id in tokenizer.special_tokens.items():
             tokens[token_id] = _SPECIAL + name.encode()

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cbengine.errors import InvalidRequestError
+from cbengine.text.reasoning import REASONING
 
+AUTO = "auto"
 _KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 _ALLOWED = (
     "give exactly one of json_schema (a dict, its JSON text or a pydantic model class), json_object=True, regex (a"
@@ -18,12 +20,12 @@ _ALLOWED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredSpec:
-    """What the text of an answer must be like. Exactly one field is given.
+    """What the text of an answer must be like. Exactly one of the first five fields is given.
 
     Equal specs are compiled once. Whichever it is, the answer ends where nothing can follow any more.
 
     Raises:
-        InvalidRequestError: none or several are given, or the one that is has the wrong type.
+        InvalidRequestError: none or several are given, or one that is has the wrong type.
     """
 
     json_schema: Mapping[str, Any] | str | type | None = None
@@ -38,10 +40,23 @@ class StructuredSpec:
     """The answer is one of these strings. Kept as a tuple."""
     grammar: str | None = None
     """A grammar in llguidance's dialect of Lark, with a rule `start`. `<|name|>` is a special token."""
+    reasoning: str | None = AUTO
+    """How reasoning is marked ("think", "mistral") that the model may write first: it is free, and what comes after it must
+    be like this. None: everything must, whatever the model is. "auto": as `chat` is told, or finds out, by its own argument
+    `reasoning`; elsewhere None."""
+    reasoning_opened: bool = False
+    """The prompt ends with the mark before the reasoning, so that the answer begins within it. `chat` fills it in."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):
             raise InvalidRequestError(f"json_object must be True or False, got {self.json_object!r}")
+        if self.reasoning not in (None, AUTO, *REASONING):
+            allowed = ", ".join(REASONING)
+            raise InvalidRequestError(f"reasoning must be one of {allowed}, 'auto' or None, got {self.reasoning!r}")
+        if not isinstance(self.reasoning_opened, bool) or (self.reasoning_opened and self.reasoning not in REASONING):
+            raise InvalidRequestError(
+                f"reasoning_opened must be True or False, and needs reasoning if True, got {self.reasoning_opened!r}"
+            )
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise InvalidRequestError(f"structured output has {' and '.join(given) or 'nothing'}: {_ALLOWED}")
@@ -53,6 +68,11 @@ class StructuredSpec:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise InvalidRequestError(f"{name} must be a str that is not empty, got {value!r:.80}: {_ALLOWED}")
+
+    @property
+    def leaves_reasoning(self) -> bool:
+        """Whether a format of reasoning is given."""
+        return self.reasoning in REASONING
 
     @property
     def kind(self) -> str:

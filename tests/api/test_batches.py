@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import time
 from collections.abc import Iterator
 
 import anyio
@@ -20,8 +21,9 @@ from cbengine import (
 )
 from cbengine.batching import MAX_OUTSTANDING, CompletionIterator
 from cbengine.execution.inputs import StepInputs
-from cbengine.testing import FakeModel
+from cbengine.testing import FakeModel, FakeTokenizer
 from tests.api.fakes import Gate, prompt, running
+from tests.support.guard import LoopGuard
 from tests.support.leaks import idle
 from tests.support.loops import aio, eventually
 
@@ -358,3 +360,51 @@ async def test_concurrent_calls_share_steps() -> None:
         assert engine.stats().generated_tokens == 200
         assert engine.stats().steps < 60
     await eventually(lambda: not engine.health())
+
+
+class SlowTokenizer(FakeTokenizer):
+    """Computes for 1 ms at each text, as a real one does at a long one."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        end = time.thread_time() + 0.001
+        while time.thread_time() < end:
+            pass
+        return super().encode(text)
+
+
+@aio
+async def test_a_large_batch_leaves_the_loop_to_others(loop_guard: LoopGuard) -> None:
+    """Texts that take 0.15 s to tokenize are started by many callbacks, none of which the guard finds too long."""
+    started = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal started
+        while started < 150:
+            started += 1
+            yield "abc"
+
+    async with running(FakeModel(), tokenizer=SlowTokenizer()) as engine:
+        answers = engine.as_completed(texts(), max_new_tokens=1)
+        assert started < 60
+        await eventually(lambda: started == 150)  # though nobody reads
+        assert len([answer async for answer in answers]) == 150
+    assert loop_guard.calls > 20
+
+
+@aio(trio=True)
+async def test_whoever_waits_hears_of_the_portions_after_the_first() -> None:
+    """The first prompts are held up by a gate; those that are wrong come in a later portion, and are told at once."""
+    gate = Gate()
+    async with running(FakeModel(fault=gate), tokenizer=SlowTokenizer()) as engine:
+        answers = engine.as_completed(["abc"] * 12 + [""], max_new_tokens=1)
+        with anyio.fail_after(20), pytest.raises(EmptyPromptError):
+            await answers.__anext__()
+        gate.open()
+        assert len([answer async for answer in answers]) == 12
+
+
+@aio
+async def test_a_large_batch_beside_others_in_a_full_queue(loop_guard: LoopGuard) -> None:
+    async with running(FakeModel(), tokenizer=SlowTokenizer(), max_queue_size=9) as engine:
+        batch = engine.generate_batch(["abc"] * 60, max_new_tokens=2)
+        assert len(await batch) == 60

@@ -8,7 +8,14 @@ from typing import Any
 import anyio
 import pytest
 
-from cbengine import AsyncEngine, FinishReason, InvalidRequestError, RequestFailedError, RequestTimeoutError
+from cbengine import (
+    AsyncEngine,
+    FinishReason,
+    InvalidRequestError,
+    RequestFailedError,
+    RequestTimeoutError,
+    TokenStream,
+)
 from cbengine.testing import FakeModel
 from tests.support.leaks import idle
 from tests.support.loops import aio, eventually
@@ -40,7 +47,10 @@ async def test_while_prefilling() -> None:
     async with make(delay=0.05) as engine:
         with pytest.raises(RequestTimeoutError):
             await engine.generate(PROMPT * 60, max_new_tokens=2, timeout=0.2)  # 12 steps of prompt
-        await idle(engine)
+        stream = engine.stream(PROMPT * 60, max_new_tokens=2, timeout=0.2)
+        await eventually(lambda: stream.finish_reason is not None)
+        await idle(engine)  # its pages are back, whether somebody reads or not
+        assert stream.finish_reason == FinishReason.TIMEOUT and stream.token_ids == ()
 
 
 @aio
@@ -56,6 +66,64 @@ async def test_while_queued_and_while_paused() -> None:
             await idle(engine)
         # Once scheduled, the queue timeout is met, however long the rest takes.
         assert (await engine.generate(PROMPT, max_new_tokens=5, queue_timeout=30.0)).finish_reason == "length"
+
+
+@aio
+async def test_while_waiting_for_a_place() -> None:
+    model = FakeModel(eos_token_ids=(), delay=0.003)
+    async with AsyncEngine(model, **SETTINGS) as engine:
+        ahead = [engine.stream([i, *PROMPT], max_new_tokens=90) for i in range(1, 5)]  # all the places there are
+        await eventually(lambda: all(len(stream.token_ids) > 1 for stream in ahead))
+        late = engine.stream(PROMPT, max_new_tokens=2, timeout=0.05)
+        with pytest.raises(RequestTimeoutError):
+            await late.result()
+        assert late.token_ids == () and engine.stats().waiting == 0
+        for i, stream in enumerate(ahead, 1):
+            assert list((await stream.result()).token_ids) == model.reference([i, *PROMPT], 90)
+
+
+@aio
+async def test_while_the_engine_is_paused_in_the_middle_of_an_answer() -> None:
+    async with make(delay=0.002) as engine:
+        stream = engine.stream(PROMPT, max_new_tokens=2000, timeout=0.3)
+        await eventually(lambda: len(stream.token_ids) > 3)
+        async with engine.paused():
+            await eventually(lambda: stream.finish_reason is not None)
+            await idle(engine)
+            await said_so_far(stream)
+
+
+@aio
+async def test_while_its_reader_is_waited_for() -> None:
+    async with make() as engine:
+        asleep = engine.stream(PROMPT, max_new_tokens=57, backpressure="pause", stream_buffer=20, timeout=0.5)
+        await eventually(lambda: asleep.finish_reason is not None)
+        await idle(engine)
+        await said_so_far(asleep, at_least=20)
+
+
+@aio("asyncio")
+async def test_while_preempted() -> None:
+    small: dict[str, Any] = {**SETTINGS, "num_blocks": 16, "safety_margin": 0.0}
+    async with AsyncEngine(FakeModel(eos_token_ids=()), **small) as engine:
+        asleep = engine.stream(PROMPT, max_new_tokens=57, backpressure="pause", stream_buffer=8, timeout=2.0)
+        await eventually(lambda: len(asleep.token_ids) >= 8)
+        await engine.generate(PROMPT * 20, max_new_tokens=3)  # which takes all the pages
+        assert asleep.metrics.preemptions == 1 and asleep.finish_reason is None
+        await eventually(lambda: asleep.finish_reason is not None)
+        await idle(engine)
+        await said_so_far(asleep, at_least=8)
+
+
+async def said_so_far(stream: TokenStream, at_least: int = 4) -> None:
+    """What a request had said when its time was up can be read, and then the error comes."""
+    got: list[int] = []
+    with pytest.raises(RequestTimeoutError):
+        async for token in stream:
+            got.append(token.id)
+    model = FakeModel(eos_token_ids=())
+    assert len(got) >= at_least and got == model.reference(PROMPT, len(got)) == list(stream.token_ids)
+    assert stream.text_so_far == model.tokenizer.decode(got) and stream.finish_reason == FinishReason.TIMEOUT
 
 
 @aio
@@ -149,7 +217,7 @@ async def test_bad_values() -> None:
 @aio
 async def test_a_paused_reader_gives_its_pages_to_who_needs_them() -> None:
     model = FakeModel(eos_token_ids=())
-    small = {**SETTINGS, "num_blocks": 16, "safety_margin": 0.0}
+    small: dict[str, Any] = {**SETTINGS, "num_blocks": 16, "safety_margin": 0.0}
     async with AsyncEngine(model, **small) as engine:
         asleep = engine.stream(PROMPT, max_new_tokens=57, backpressure="pause", stream_buffer=20)
         await eventually(lambda: len(asleep.token_ids) >= 20)

@@ -47,7 +47,7 @@ def test_parts(smollm2: Path) -> None:
             assert answer.content.strip() == "Let me see." and "<tool_call>" in answer.text
             assert engine.chat(MESSAGES, max_new_tokens=1).token_ids == ()
 
-            thought = StructuredSpec(regex="<think>[a-z]{3,9}</think>Yes\\.")
+            thought = StructuredSpec(regex="<think>[a-z]{3,9}</think>Yes\\.", reasoning=None)
             stream = engine.chat(MESSAGES, reasoning="think", structured=thought, temperature=0, max_new_tokens=40)
             parts = [part async for part in stream.parts()]
             assert {type(part) for part in parts} == {ReasoningPart, TextPart}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,11 @@ import pytest
 
 from cbengine import AsyncEngine, FinishReason, InvalidRequestError, StructuredSpec, UnsupportedFeatureError
 from cbengine.testing import FakeModel
+from tests.adversity.census import Record
+from tests.loops.test_heartbeat import Heartbeat
+from tests.support.guard import LoopGuard
 from tests.support.leaks import idle
+from tests.support.loops import aio
 from tests.support.models import Reference
 
 PERSON: dict[str, Any] = {
@@ -99,6 +105,82 @@ def test_other_kinds_and_preemption(smollm2: Path) -> None:
             await idle(engine)
 
     asyncio.run(main())
+
+
+SUM = StructuredSpec(
+    json_schema={
+        "type": "object",
+        "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 20}},
+        "required": ["sum"],
+        "additionalProperties": False,
+    }
+)
+
+
+@pytest.mark.timeout(200)
+def test_after_reasoning(smollm2: Path) -> None:
+    """A model that has seen how to reason does so, whatever the answer has to be like; told not to, it does not."""
+    messages: list[dict[str, str]] = []
+    for a, b in ((2, 3), (4, 4), (1, 6), (2, 2)):
+        thought = f'<think>{a} plus {b} is {a + b}.</think>\n{{"sum": {a + b}}}'
+        messages += [{"role": "user", "content": f"{a} + {b}"}, {"role": "assistant", "content": thought}]
+    messages.append({"role": "user", "content": "5 + 4"})
+    opened = [*messages, {"role": "assistant", "content": "<think>"}]
+
+    async def main() -> None:
+        async with AsyncEngine(str(smollm2), **SETTINGS) as engine:
+            arguments: dict[str, Any] = {"structured": SUM, "temperature": 0, "max_new_tokens": 60}
+            streams = [
+                engine.chat(messages, reasoning="think", **arguments),
+                engine.chat(opened, continue_final_message=True, reasoning="think", **arguments),
+                engine.chat(messages, reasoning=None, **arguments),
+                engine.stream("So <think>", structured=replace(SUM, reasoning=None), temperature=0, max_new_tokens=60),
+            ]
+            answers = [await stream.result() for stream in streams]
+            for answer in answers[:2]:
+                assert "plus" in answer.reasoning and "</think>" in answer.text
+                jsonschema.validate(json.loads(answer.content), json.loads(str(SUM.json_schema)))
+            assert answers[0].text.startswith("<think>") and not answers[1].text.startswith("<think>")
+            for answer in answers[2:]:
+                assert answer.reasoning == "" and set(json.loads(answer.text)) == {"sum"}
+            assert {answer.finish_reason for answer in answers} == {FinishReason.STOP}
+            await idle(engine)
+
+    asyncio.run(main())
+
+
+@aio("asyncio")
+@pytest.mark.timeout(200)
+async def test_the_tokenizer_is_prepared_while_the_model_is_loaded(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch, loop_guard: LoopGuard, record_property: Record
+) -> None:
+    """The library holds the GIL meanwhile, so that no request may be what it is done for; the loop's lag is reported."""
+    import llguidance
+
+    prepared: list[str] = []
+    real = llguidance.LLTokenizer
+
+    def counting(*args: Any, **options: Any) -> Any:
+        prepared.append(threading.current_thread().name)
+        return real(*args, **options)
+
+    monkeypatch.setattr(llguidance, "LLTokenizer", counting)
+    heart = Heartbeat()
+    async with AsyncEngine(str(smollm2), **SETTINGS) as engine:
+        assert prepared == ["cbengine-engine"]
+        async with heart.beating():
+            beside = engine.stream([504, 3575, 282], temperature=0, max_new_tokens=30, ignore_eos=True)
+            answers = await engine.generate_batch(
+                ["Answer: "] * 2, structured=StructuredSpec(choice=["yes", "no"]), max_new_tokens=8
+            )
+            assert {answer.text for answer in answers} <= {"yes", "no"}
+            assert len((await beside.result()).token_ids) == 30
+        assert len(prepared) == 1
+        await engine.stop()
+        await engine.start()
+        await engine.generate("Answer: ", structured=StructuredSpec(regex="[0-9]"), max_new_tokens=8)
+        assert len(prepared) == 1
+    heart.report(record_property, loop_guard)
 
 
 def test_needs_a_tokenizer() -> None:

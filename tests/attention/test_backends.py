@@ -11,13 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbengine.attention import AttentionBackend, LayerKV, available, choose
+from cbengine.attention import AttentionBackend, LayerKV
 from cbengine.attention.cpu import CpuBackend
 from cbengine.attention.eager import EagerBackend
 from cbengine.attention.sdpa import SdpaBackend
 from cbengine.cache.geometry import READ_BLOCK, WRITE_BLOCK
-from cbengine.errors import InvalidRequestError, UnsupportedFeatureError
-from cbengine.models.base import LayerSpec, ModelSpec
 from tests.attention.packing import Work, step
 
 BACKENDS = [CpuBackend, EagerBackend, SdpaBackend]
@@ -239,30 +237,3 @@ def test_one_long_sequence_pads_no_short_ones() -> None:
 
     groups = group_by_length(np.array([30] * 50 + [5000] + [30] * 50), 100_000)
     assert [list(group) for group in groups] == [[50], [*range(50), *range(51, 101)]]
-
-
-def spec(window: int | None = None) -> ModelSpec:
-    kind = "full_attention" if window is None else "sliding_attention"
-    layers = (LayerSpec(kind, 1, 8, window),)
-    return ModelSpec("toy", layers, 1, 8, 8, 16, 64, torch.float32, 0, (), {})
-
-
-def test_choice_by_name() -> None:
-    cpu = torch.device("cpu")
-    assert available() == ["cpu", "eager", "sdpa"]
-    assert isinstance(choose(None, cpu, spec()), CpuBackend)
-    half = replace(spec(), kv_dtype=torch.bfloat16)
-    assert isinstance(choose(None, cpu, half), SdpaBackend)
-    with pytest.raises(UnsupportedFeatureError, match="float32"):
-        choose("cpu", cpu, half)
-    assert isinstance(choose("eager", cpu, spec(7)), EagerBackend)
-    assert choose("sdpa", cpu, spec()) is not choose("sdpa", cpu, spec())
-    with pytest.raises(InvalidRequestError, match=r"unknown attention backend 'flash'.*cpu, eager, sdpa"):
-        choose("flash", cpu, spec())
-
-
-def test_choice_checks_what_the_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SdpaBackend, "supports_window", False)
-    assert isinstance(choose("sdpa", torch.device("cpu"), spec()), SdpaBackend)
-    with pytest.raises(UnsupportedFeatureError, match=r"no sliding window.*use one of cpu, eager"):
-        choose("sdpa", torch.device("cpu"), spec(7))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cbengine.cache.prefix import Chain
 from cbengine.devices import InlineDevice, ThreadedDevice
 from cbengine.testing import SimDevice
 from tests.cache.churn import MEMORY, churn, make_driver
@@ -33,6 +34,18 @@ def test_the_prefix_cache_changes_no_token(scheduler: str) -> None:
         evicted += len(evictions)
         preempted += driver.parts.lifecycle.preemptions
     assert found > 500 and evicted > 100 and preempted > 20
+
+
+def test_a_hash_that_always_collides_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pages of all sequences have the same key: what is found is compared, and then used or not."""
+    monkeypatch.setattr(Chain.__init__, "__defaults__", (None, lambda data: b"the same"))
+    found = 0
+    for seed in range(15):
+        driver = make_driver(SimDevice(seed, memory=MEMORY), num_blocks=10)
+        churn(driver, seed)
+        assert driver.parts.cache.sharing is not None
+        found += driver.parts.cache.sharing.prefix.hit_tokens
+    assert found > 0
 
 
 @pytest.mark.parametrize("layers", LAYERS)

@@ -8,9 +8,11 @@ import torch
 from cbengine import EngineConfig, UnsupportedFeatureError
 from cbengine.cache.geometry import RESERVED_CHUNKS, CacheGeometry, block_views, group_of_layers, layer_views
 from cbengine.cache.manager import longest_alone
+from cbengine.devices import InlineDevice
 from cbengine.models.base import LayerSpec, ModelSpec
 from cbengine.testing import FakeModel, SimDevice
 from tests.cache.churn import MEMORY, make_driver
+from tests.support.driver import Driver
 
 
 def spec(*layers: LayerSpec) -> ModelSpec:
@@ -105,6 +107,30 @@ def test_a_hybrid_takes_the_pages_that_its_geometry_predicts() -> None:
                 seen.append(driver.parts.cache.held(row))
     driver.check()
     assert seen and all(held[0] in (124, 125) and held[1] <= 40 // 4 + 2 for held in seen)
+
+
+def test_a_hybrid_of_4000_tokens_takes_the_pages_that_its_geometry_predicts() -> None:
+    """Gemma 3's layers: of six one with full attention, which keeps everything; the others keep their window of 512."""
+    model = FakeModel(windows=(512, 512, 512, 512, 512, None), max_model_len=4096)
+    config = EngineConfig(page_size=32, num_blocks=200, max_batch_tokens=512, max_requests_per_batch=2)
+    driver = Driver(model, InlineDevice(), config)
+    driver.submit([2 + i % 90 for i in range(4000)], max_new_tokens=40, ignore_eos=True)
+    cache, rows, seen = driver.parts.cache, driver.parts.rows, []
+    ratio = cache.geometry.blocks_per_chunk
+    assert [group.kind for group in cache.geometry.groups] == ["full_attention", "sliding_attention"] and ratio == (
+        5,
+        1,
+    )
+    while driver.turn():
+        row = next((row for row, request in enumerate(rows.requests) if request is not None), None)
+        if row is not None and rows.computed[row] >= 4000:
+            computed = int(rows.computed[row])
+            # Committed tokens leave the window; pages reach up to the token that is computed next.
+            first, ends = (computed - 512) // 32, (-(-computed // 32), -(-(computed + 1) // 32))
+            full, window = cache.held(row)
+            seen.append(full in ends and first + window in ends and cache.usage().used == -(-full // 5) + window)
+    driver.check()
+    assert len(seen) > 30 and all(seen)
 
 
 def test_a_model_that_slides_has_no_prefix_cache_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""The contract of `cbengine.devices.base`, on every device that runs on a CPU."""
+"""The contract of `cbengine.devices.base`, on every device that runs on a CPU, and on the CUDA device over a stand-in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from cbengine.devices import Device, DeviceLostError, InlineDevice, ThreadedDevice
+from cbengine.devices.cuda import CudaDevice
 from cbengine.testing import SimDevice
+from tests.devices.fake_cuda import FakeCuda
 
 _FACTORIES: dict[str, Callable[[], Device]] = {
     "inline": InlineDevice,
@@ -20,6 +22,7 @@ _FACTORIES: dict[str, Callable[[], Device]] = {
     "sim-lazy": lambda: SimDevice(1, eagerness=0.0),
     "sim-mixed": lambda: SimDevice(2, eagerness=0.5),
     "sim-eager": lambda: SimDevice(3, eagerness=0.95),
+    "cuda": lambda: CudaDevice(runtime=FakeCuda()),
 }
 
 
@@ -371,17 +374,20 @@ def test_nothing_is_kept_of_an_operation_that_ran(device: Device) -> None:
 
 
 def test_capture_and_host_access_and_memory(device: Device) -> None:
-    stream, done, ran = device.stream("compute"), device.event(), list[str]()
-    replay = device.capture(("decode", 8), lambda: ran.append("graph"))
-    for _ in range(2):
+    stream, done = device.stream("compute"), device.event()
+    number, sums = device.device_buffer((1,), torch.int64), device.device_buffer((1,), torch.int64)
+    replay = device.capture(("decode", 8), lambda: sums.add_(number))
+    sums.zero_()
+    for value in (3, 4):
+        device.launch(stream, lambda value=value: number.fill_(value))
         device.launch(stream, replay)
     device.record(done, stream)
     done.synchronize()
-    assert ran == ["graph", "graph"]
+    assert sums.tolist() == [7]
     device.host_access(reads=("tag", torch.zeros(2)), writes=(("page", 3), torch.zeros(0)))
     memory = device.memory_info()
     assert 0 < memory.free <= memory.total
-    assert device.torch_device == torch.device("cpu")
+    assert device.torch_device.type == device.name.split(":")[0].replace("sim", "cpu")
 
 
 def test_what_each_device_says_of_itself() -> None:

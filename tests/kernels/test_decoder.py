@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +32,58 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@dataclass
+class Maker:
+    """Random parts of a decoder, the same at every call."""
+
+    kind: NormKind
+    biases: bool
+    exact: bool
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        x = torch.randn(*shape, generator=self.generator) * 0.3
+        return x.bfloat16().float() if self.exact else x
+
+    def norm(self, width: int, own: NormKind | None = None) -> Norm:
+        own = own or self.kind
+        return Norm(1 + self.normal(width), 1e-5, own, self.normal(width) if own is NormKind.LAYER else None)
+
+    def linear(self, depth: int, *sizes: int) -> Linear:
+        weights = [self.normal(n, depth) for n in sizes]
+        return Linear(weights, [self.normal(n) if self.biases and i != 1 else None for i, n in enumerate(sizes)])
+
+
+def rotary_of(base: float, rotary: int) -> Any:
+    def tables(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = torch.arange(n)[:, None] * base ** (-torch.arange(0, rotary, 2) / rotary)
+        return angles.cos(), angles.sin()
+
+    return tables
+
+
+def make_layer(
+    maker: Maker, attention: Attention, hidden: int, wide: int, own_norm: str, norms: str, activation: Activation
+) -> Layer:
+    heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.dim
+    widths = {"": None, "heads": (dim, dim), "whole": (heads * dim, kv_heads * dim)}[own_norm]
+    if widths:
+        attention.query_norm, attention.key_norm = (maker.norm(w, NormKind.RMS) for w in widths)
+    before, after = "before" in norms, "after" in norms
+    return Layer(
+        qkv=maker.linear(hidden, heads * dim, kv_heads * dim, kv_heads * dim),
+        attention=attention,
+        out=maker.linear(heads * dim, hidden),
+        gate_up=maker.linear(hidden, wide, wide),
+        activation=activation,
+        down=maker.linear(wide, hidden),
+        before_attention=maker.norm(hidden) if before else None,
+        after_attention=maker.norm(hidden) if after else None,
+        before_mlp=maker.norm(hidden) if before else None,
+        after_mlp=maker.norm(hidden) if after else None,
+    )
+
+
 def make(
     *,
     hidden: int = 48,
@@ -51,55 +103,24 @@ def make(
     **attention: Any,
 ) -> Decoder:
     """Two layers of random weights, the same at every call."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        x = torch.randn(*shape, generator=generator) * 0.3
-        return x.bfloat16().float() if exact else x
-
-    def norm(width: int, own: NormKind = kind) -> Norm:
-        return Norm(1 + normal(width), 1e-5, own, normal(width) if own is NormKind.LAYER else None)
-
-    def linear(depth: int, *sizes: int) -> Linear:
-        return Linear(
-            [normal(n, depth) for n in sizes], [normal(n) if biases and i != 1 else None for i, n in enumerate(sizes)]
+    maker = Maker(kind, biases, exact)
+    embedding = maker.normal(VOCAB, hidden)
+    layers = [
+        make_layer(
+            maker,
+            Attention(heads, kv_heads, dim, rotary, table, 0, 0.3, **attention),
+            *(hidden, wide, own_norm, norms, activation),
         )
-
-    def layer(table: int) -> Layer:
-        widths = {"": None, "heads": (dim, dim), "whole": (heads * dim, kv_heads * dim)}[own_norm]
-        query_norm, key_norm = (norm(w, NormKind.RMS) for w in widths) if widths else (None, None)
-        before, after = "before" in norms, "after" in norms
-        return Layer(
-            qkv=linear(hidden, heads * dim, kv_heads * dim, kv_heads * dim),
-            attention=Attention(
-                heads, kv_heads, dim, rotary, table, 0, 0.3, query_norm=query_norm, key_norm=key_norm, **attention
-            ),
-            out=linear(heads * dim, hidden),
-            gate_up=linear(hidden, wide, wide),
-            activation=activation,
-            down=linear(wide, hidden),
-            before_attention=norm(hidden) if before else None,
-            after_attention=norm(hidden) if after else None,
-            before_mlp=norm(hidden) if before else None,
-            after_mlp=norm(hidden) if after else None,
-        )
-
-    def rotary_of(base: float) -> Any:
-        def tables(n: int) -> tuple[torch.Tensor, torch.Tensor]:
-            angles = torch.arange(n)[:, None] * base ** (-torch.arange(0, rotary, 2) / rotary)
-            return angles.cos(), angles.sin()
-
-        return tables
-
-    embedding = normal(VOCAB, hidden)
+        for table in (0, 1)
+    ]
     return Decoder(
         embedding=embedding,
         embedding_scale=1.5,
-        layers=[layer(0), layer(1)],
-        norm=norm(hidden),
-        head=Linear([embedding if tied else normal(VOCAB, hidden)], [None]),
+        layers=layers,
+        norm=maker.norm(hidden),
+        head=Linear([embedding if tied else maker.normal(VOCAB, hidden)], [None]),
         head_cap=cap,
-        rotaries=[rotary_of(1e4), rotary_of(100.0)],
+        rotaries=[rotary_of(1e4, rotary), rotary_of(100.0, rotary)],
         max_positions=2000,
     )
 

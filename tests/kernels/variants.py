@@ -10,7 +10,7 @@ from cbengine.kernels.library import Library
 
 NAMES = [
     "native",
-    *(name for name, (_, needed) in build.VARIANTS.items() if needed <= build.cpu_flags() and name != "avx512"),
+    *(name for name, (_, needed) in build.VARIANTS.items() if needed <= build.cpu_flags() and "avx512" not in name),
 ]
 """AVX-512 is left out: where it exists, "native" has it."""
 

@@ -192,7 +192,6 @@ def test_without_kernels_torch_does_the_same(name: str, monkeypatch: pytest.Monk
     for module in (fuse, cpu, adapter):
         if hasattr(module, "get_library"):
             monkeypatch.setattr(module, "get_library", lambda: None)
-    monkeypatch.setattr("cbengine.attention.get_library", lambda: None)
     model = tiny(name)
     prompts = prompts_of([3, 21])
     expected, before = [reference(model, prompt, 6)[0] for prompt in prompts], weights(model)

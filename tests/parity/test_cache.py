@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from cbengine import AsyncEngine, Completion
+from cbengine.cache.geometry import CacheGeometry
+from cbengine.cache.manager import longest_alone
 from cbengine.models.adapter import TransformersRunner
 from cbengine.models.load import load
 from cbengine.observe.counters import EngineStats
@@ -111,6 +113,47 @@ def test_gemma_equals_generate(gemma: TransformersRunner, long_text: list[int]) 
     prompt = long_text[:508]
     answers, _ = serve(gemma, [prompt], 8, page_size=64, num_blocks=30, max_batch_tokens=1024)
     assert [*prompt, *answers[0].token_ids] == reference(gemma.model, prompt, 8)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_gemma_at_4000_tokens(gemma: TransformersRunner, long_text: list[int]) -> None:
+    """In a cache that is just large enough by the geometry: three full layers keep all, fifteen their window."""
+    prompt, geometry = (long_text * 5)[:3990], CacheGeometry.of(gemma.spec, 32)
+    blocks = next(n for n in range(1, 200) if longest_alone(geometry, geometry.chunks_for(n), 8192) >= 4000)
+    assert blocks < 40 < geometry.blocks_for(4000) // 3  # with full attention everywhere it would be 125
+    answers, stats = serve(gemma, [prompt], 10, page_size=32, num_blocks=blocks, max_batch_tokens=512)
+    check_gemma(gemma, [prompt], answers)
+    assert stats.preemptions == 0
+
+
+def test_a_window_that_the_config_changes_is_honoured() -> None:
+    """As somebody does who serves a model with a shorter window than it was made with."""
+    answers = {}
+    for window in (4, 8, 20):
+        model = tiny("mistral-window")
+        for module in (model, *model.model.layers):
+            config = getattr(module, "config", None)
+            if config is not None:
+                config.sliding_window = window
+        assert {layer.window for layer in TransformersRunner(model).spec.layers} == {window}
+        prompt = prompts_of([30], seed=6)[0]
+        short = tiny_with_window(window)
+        found, _ = serve(model, [prompt], 12, page_size=4, num_blocks=60)
+        answers[window] = list(found[0].token_ids)
+        assert [*prompt, *answers[window]] == reference(short, prompt, 12)[0]
+    assert answers[4] != answers[20]
+
+
+def tiny_with_window(window: int) -> Any:
+    """The same weights, in a model that was made with this window."""
+    import transformers
+
+    original: Any = tiny("mistral-window")
+    config = transformers.MistralConfig(**{**original.config.to_dict(), "sliding_window": window})
+    model = transformers.MistralForCausalLM(config).float().eval()
+    model.load_state_dict(original.state_dict())
+    return model
 
 
 # --- tiny models, where a window is 8 tokens ----------------------------------------------------------------------

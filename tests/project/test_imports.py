@@ -49,6 +49,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "cache",
         "scheduling",
         "devices",
+        "kernels",
         "models.base",
         "text",
         "bridge",

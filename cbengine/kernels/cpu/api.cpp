@@ -10,7 +10,14 @@
 namespace cb {
 namespace {
 
-enum Kind : int32_t { KIND_EMBED = 0, KIND_NORM = 1, KIND_PRODUCT = 2, KIND_ROPE = 3, KIND_ATTEND = 4 };
+enum Kind : int32_t {
+  KIND_EMBED = 0,
+  KIND_NORM = 1,
+  KIND_PRODUCT = 2,
+  KIND_ROPE = 3,
+  KIND_ATTEND = 4,
+  KIND_QUANTIZE = 5
+};
 enum RowsOf : int32_t { ROWS_TOKENS = 0, ROWS_SAMPLES = 1 };
 
 // One operation of a step. Its number of rows is the step's number of tokens, or of sampled tokens. `group`: which of the
@@ -23,6 +30,7 @@ struct Operation {
     Product product;
     Rope rope;
     Attend attend;
+    Quantize quantize;
   };
 };
 
@@ -43,6 +51,7 @@ void work_on_step(void* context, Member& member) {
       case KIND_NORM: norm_work(operation.norm, rows, batch, member); break;
       case KIND_ROPE: rope_work(operation.rope, batch, member); break;
       case KIND_ATTEND: attend_work(operation.attend, batch, member); break;
+      case KIND_QUANTIZE: quantize_work(operation.quantize, rows, member); break;
       default: {
         Product product = operation.product;
         product.rows = rows;
@@ -77,9 +86,9 @@ extern "C" {
 
 // Sizes of the structures, so that a mismatch with the Python side is found at once.
 int64_t cb_size_of(int32_t which) {
-  const int64_t sizes[] = {sizeof(Matrix), sizeof(Batch),  sizeof(Embed),  sizeof(Norm),
-                           sizeof(Product), sizeof(Rope), sizeof(Attend), sizeof(Operation)};
-  return which >= 0 && which < 8 ? sizes[which] : 0;
+  const int64_t sizes[] = {sizeof(Matrix), sizeof(Batch),  sizeof(Embed),    sizeof(Norm),     sizeof(Product),
+                           sizeof(Rope),   sizeof(Attend), sizeof(Quantize), sizeof(Operation)};
+  return which >= 0 && which < 9 ? sizes[which] : 0;
 }
 
 int32_t cb_panel_width() { return NR; }
@@ -137,14 +146,19 @@ int32_t cb_attend(Team* team, const Batch* batch, const Attend* attend) {
   return run(team, step);
 }
 
-int32_t cb_product(Team* team, const Product* product) {
-  Operation operation{KIND_PRODUCT, ROWS_TOKENS, 0, 0, {}};
-  operation.product = *product;
+// `quantize`: makes the product's x first; or null.
+int32_t cb_product(Team* team, const Quantize* quantize, const Product* product) {
+  Operation operations[2] = {{KIND_QUANTIZE, ROWS_TOKENS, 0, 0, {}}, {KIND_PRODUCT, ROWS_TOKENS, 0, 0, {}}};
+  if (quantize) operations[0].quantize = *quantize;
+  operations[1].product = *product;
   Batch batch{};
   batch.tokens = product->rows;
-  Step step{&batch, &operation, 1};
+  Step step{&batch, quantize ? operations : operations + 1, quantize ? 2 : 1};
   return run(team, step);
 }
+
+// Words of a row of integers, which `Quantize` makes of `depth` floats.
+int64_t cb_row_words(int64_t depth) { return int8_row_words(depth); }
 
 void cb_place(const Batch* batch) { place(*batch); }
 

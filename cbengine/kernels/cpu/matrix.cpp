@@ -3,19 +3,25 @@
 #include <type_traits>
 
 #include "codes.h"
+#include "epilogue.h"
+#include "int8.h"
 #include "tile.h"
 
 namespace cb {
 
 namespace {
 
-constexpr long ROW_GROUP = 9 * MRMAX;  // rows that stay in the core's cache while panels pass
+constexpr long ROW_GROUP = 10 * MRMAX;  // rows that stay in the core's cache while panels pass
 constexpr long DEPTH_CHUNK = 320;      // longest chain of additions; partial sums are added up in order
+constexpr int64_t STRIP_BYTES = 4 << 20;  // weights that stay in the shared cache while groups of rows pass
+constexpr int64_t PIECES = 4;             // for each member, of a strip and a group of rows
 constexpr long CHUNK_UNIT = 32;        // no chunk ends within a group of codes
 
 typedef Affine<4, 32> Codes4;
 typedef Affine<8, 32> Codes8;
 typedef Affine<8, 16> Codes8Short;
+
+struct Int8 {};
 
 template <class W>
 struct is_affine : std::false_type {};
@@ -30,6 +36,7 @@ auto with_format(int32_t format, const F& f) {
     case FORMAT_CODES4: return f(Codes4{});
     case FORMAT_CODES8: return f(Codes8{});
     case FORMAT_CODES8_SHORT: return f(Codes8Short{});
+    case FORMAT_INT8: return f(Int8{});
     default: return f(F32{});
   }
 }
@@ -65,7 +72,9 @@ inline void locate(int64_t column, int32_t part, int64_t* panel, int* in_panel) 
 
 template <class W>
 bool pack_column(void* data, int64_t depth, int64_t panel, int column, const float* from) {
-  if constexpr (is_affine<W>::value) {
+  if constexpr (std::is_same<W, Int8>::value) {
+    return int8_pack_column(data, depth, panel, column, from);
+  } else if constexpr (is_affine<W>::value) {
     auto* groups = const_cast<typename W::Block*>(groups_of<W>(data, panel, depth));
     for (int64_t g = 0; g < depth / W::GROUP; ++g) {
       Coding coding;
@@ -94,7 +103,9 @@ bool pack_column(void* data, int64_t depth, int64_t panel, int column, const flo
 
 template <class W>
 void unpack_column(const void* data, int64_t depth, int64_t panel, int column, float scale, float* to) {
-  if constexpr (is_affine<W>::value) {
+  if constexpr (std::is_same<W, Int8>::value) {
+    int8_unpack_column(data, depth, panel, column, scale, to);
+  } else if constexpr (is_affine<W>::value) {
     const auto* groups = groups_of<W>(data, panel, depth);
     for (int64_t k = 0; k < depth; ++k) {
       const auto& block = groups[k / W::GROUP];
@@ -106,49 +117,6 @@ void unpack_column(const void* data, int64_t depth, int64_t panel, int column, f
   } else {
     const auto* from = panel_of<W>(data, panel, depth) + W::slot(column);
     for (int64_t k = 0; k < depth; ++k) to[k] = W::back(from[k * NR]) * scale;
-  }
-}
-
-inline vf activate(vf x, int32_t activation) {
-  switch (activation) {
-    case ACT_SILU: return silu(x);
-    case ACT_GELU_TANH: return gelu_tanh(x);
-    case ACT_RELU: return relu(x);
-    default: return x;
-  }
-}
-
-inline vf finish(const Product& g, vf x, const float* out, int width) {
-  if (g.epilogue == EPILOGUE_ADD) x += width == VW ? load(out) : load_part(out, width);
-  if (g.cap > 0) x = g.cap * vtanh(x / g.cap);
-  return x;
-}
-
-// A tile into the output: `rows` rows, and the columns of `panel_count` panels from panel `panel` on.
-void write_tile(const Product& g, const float* tile, long ldt, long row, int rows, int64_t panel, int panel_count) {
-  const bool gated = g.matrix.gated;
-  const int steps = gated ? NV / 2 : NV;  // vectors of output for each panel
-  for (int m = 0; m < rows; ++m) {
-    float* out = g.out + (row + m) * g.out_stride;
-    for (int p = 0; p < panel_count; ++p) {
-      const float* in = tile + m * ldt + p * NR;
-      const float* bias = g.matrix.bias ? g.matrix.bias + (panel + p) * NR : nullptr;
-      for (int v = 0; v < steps; ++v) {
-        const int64_t column = ((panel + p) * steps + v) * VW;
-        if (column >= g.matrix.columns) break;
-        const int width = g.matrix.columns - column < VW ? (int)(g.matrix.columns - column) : VW;
-        vf x = load(in + v * VW);
-        if (bias) x += load(bias + v * VW);
-        if (gated) {
-          vf factor = load(in + NR / 2 + v * VW);
-          if (bias) factor += load(bias + NR / 2 + v * VW);
-          x = activate(x, g.activation) * factor;
-        }
-        x = finish(g, x, out + column, width);
-        if (width == VW) store(out + column, x);
-        else store_part(out + column, x, width);
-      }
-    }
   }
 }
 
@@ -215,6 +183,43 @@ void block(const Product& g, long row, long end, int64_t panel, int64_t stop, Sc
   for (; panel < stop; ++panel) one_panel<W>(g, row, end, panel, s);
 }
 
+// Rows [row, end) times panels [panel, stop).
+struct Piece {
+  long row, end;
+  int64_t panel, stop;
+};
+
+// Cuts a product into pieces for the members of a team. From the inside out: several pieces of equal size for each member,
+// so that one that lost its core for a while holds up little; groups of rows, whose inputs stay in a core's own cache from
+// one piece to the next; and strips of panels, whose weights stay in the shared cache from one group of rows to the next.
+class Cut {
+ public:
+  Cut(const Product& g, int threads) : rows(g.rows), all(panels_of(g.matrix)) {
+    groups = (rows + ROW_GROUP - 1) / ROW_GROUP;
+    const int64_t bytes = packed_bytes(g.matrix.columns, g.matrix.depth, g.matrix.format, g.matrix.gated);
+    strips = groups == 1 ? 1 : (bytes + STRIP_BYTES - 1) / STRIP_BYTES;
+    together = rows == 1 ? 4 : rows == 2 ? 2 : 1;  // panels that `block` takes at once
+    units = (all + together - 1) / together;
+    if (strips > units) strips = units;
+    shares = threads == 1 ? 1 : PIECES * threads;
+    if (shares > units / strips) shares = units / strips > 0 ? units / strips : 1;
+  }
+
+  long tasks() const { return (long)(strips * groups * shares); }
+
+  Piece piece(long task) const {
+    const int64_t share = task % shares, group = task / shares % groups, strip = task / shares / groups;
+    const int64_t first = units * strip / strips, last = units * (strip + 1) / strips;
+    const int64_t panel = (first + (last - first) * share / shares) * together;
+    const int64_t stop = (first + (last - first) * (share + 1) / shares) * together;
+    return Piece{(long)(rows * group / groups), (long)(rows * (group + 1) / groups), panel, stop < all ? stop : all};
+  }
+
+ private:
+  const int64_t rows, all;  // panels
+  int64_t groups, strips, together, units, shares;
+};
+
 }  // namespace
 
 int64_t panels_of(const Matrix& matrix) { return panels(matrix.columns, matrix.gated); }
@@ -222,7 +227,9 @@ int64_t panels_of(const Matrix& matrix) { return panels(matrix.columns, matrix.g
 int64_t packed_bytes(int64_t columns, int64_t depth, int32_t format, int32_t gated) {
   return with_format(format, [&](auto kind) -> int64_t {
     typedef decltype(kind) W;
-    if constexpr (is_affine<W>::value)
+    if constexpr (std::is_same<W, Int8>::value)
+      return panels(columns, gated) * int8_panel_bytes(depth);
+    else if constexpr (is_affine<W>::value)
       return depth % W::GROUP ? 0 : panels(columns, gated) * (depth / W::GROUP) * (int64_t)sizeof(typename W::Block);
     else
       return panels(columns, gated) * NR * depth * (int64_t)sizeof(typename W::Word);
@@ -263,21 +270,16 @@ void read_column(const Matrix& matrix, int64_t column, float scale, float* targe
 size_t product_scratch() { return sizeof(Scratch); }
 
 void product_work(const Product& g, Member& member) {
-  const int threads = member.team->size();
-  const int64_t all = panels_of(g.matrix);
-  const long groups = (g.rows + ROW_GROUP - 1) / ROW_GROUP;
-  // Several tasks for each thread, so that one that lost its core for a while holds up little.
-  int64_t share = threads == 1 ? all : all * groups / (4 * threads);
-  const int64_t together = g.rows == 1 ? 4 : g.rows == 2 ? 2 : 1;  // panels that `block` takes at once
-  share = share < together ? together : share / together * together;
-  const int64_t shares = (all + share - 1) / share;
+  const Cut cut(g, member.team->size());
   Scratch& scratch = *reinterpret_cast<Scratch*>(member.scratch);
-  for (long task; member.team->take(shares * groups, &task);) {
-    const int64_t panel = task / groups * share, stop = panel + share < all ? panel + share : all;
-    const long group = task % groups;
-    const long row = g.rows * group / groups, end = g.rows * (group + 1) / groups;
+  for (long task; member.team->take(cut.tasks(), &task);) {
+    const Piece piece = cut.piece(task);
     with_format(g.matrix.format, [&](auto format) {
-      block<decltype(format)>(g, row, end, panel, stop, scratch);
+      typedef decltype(format) W;
+      if constexpr (std::is_same<W, Int8>::value)
+        int8_block(g, piece.row, piece.end, piece.panel, piece.stop, scratch.tiles);
+      else
+        block<W>(g, piece.row, piece.end, piece.panel, piece.stop, scratch);
       return true;
     });
   }

@@ -10,14 +10,16 @@
 
 namespace cb {
 
-// How the weights are kept. Each is exact, or `pack` refuses it. The last three: codes of 4 or 8 bits, in groups of 32 or 16.
+// How the weights are kept. Each is exact, or `pack` refuses it, but for the last. CODES: of 4 or 8 bits, in groups of 32 or
+// 16. INT8: see int8.h; products with it take rows of integers.
 enum Format : int32_t {
   FORMAT_F32 = 0,
   FORMAT_BF16 = 1,
   FORMAT_F16 = 2,
   FORMAT_CODES4 = 3,
   FORMAT_CODES8 = 4,
-  FORMAT_CODES8_SHORT = 5
+  FORMAT_CODES8_SHORT = 5,
+  FORMAT_INT8 = 6
 };
 enum Part : int32_t { PART_WHOLE = 0, PART_GATE = 1, PART_UP = 2 };
 enum Activation : int32_t { ACT_NONE = 0, ACT_SILU = 1, ACT_GELU_TANH = 2, ACT_RELU = 3 };
@@ -34,9 +36,9 @@ struct Matrix {
 
 // out = x W^T + bias, or added to out, or act(gate) * up; then cap * tanh(. / cap) if cap > 0.
 struct Product {
-  const float* x;
+  const float* x;                // rows of integers (int8.h) for FORMAT_INT8
   float* out;
-  int64_t x_stride, out_stride;  // floats from row to row
+  int64_t x_stride, out_stride;  // floats, or words, from row to row
   int64_t rows;
   Matrix matrix;
   int32_t epilogue;

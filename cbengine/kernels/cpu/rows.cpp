@@ -139,7 +139,15 @@ void norm_work(const Norm& op, int64_t rows, const Batch& batch, Member& member)
     const float* x = op.x + (op.gather ? batch.sample_index[row] : row) * op.x_stride;
     const float shift = op.kind == NORM_LAYER ? mean_of(x, op.width) : 0.0f;
     const float scale = 1.0f / std::sqrt(sum_of_squares(x, op.width, shift) / (float)op.width + op.eps);
-    scale_row(x, op.out + row * op.out_stride, op.width, shift, scale, op.weight, op.bias, op.add);
+    float* out = op.out + row * op.out_stride;
+    scale_row(x, out, op.width, shift, scale, op.weight, op.bias, op.add);
+    if (op.integers) quantize(out, op.width, op.integers + row * op.integers_stride);
+  });
+}
+
+void quantize_work(const Quantize& op, int64_t rows, Member& member) {
+  for_rows(rows, member, [&](int64_t row) {
+    quantize(op.x + row * op.x_stride, op.depth, op.out + row * op.out_stride);
   });
 }
 

@@ -1,7 +1,7 @@
 // What is computed for each token alone: embedding, norms, rotary positions, and writing keys and values into their pages.
 #pragma once
 
-#include "matrix.h"
+#include "int8.h"
 
 namespace cb {
 
@@ -38,13 +38,16 @@ struct Embed {
 
 enum NormKind : int32_t { NORM_RMS = 0, NORM_LAYER = 1 };
 
-// out = norm(x) * weight + bias, or added to out. `gather`: row i is row `sample_index[i]` of x.
+// out = norm(x) * weight + bias, or added to out. `gather`: row i is row `sample_index[i]` of x. `integers`: where the result
+// goes as integers too, for a product with FORMAT_INT8; or null.
 struct Norm {
   const float* x;
   float* out;
   int64_t x_stride, out_stride, width;
   const float* weight;
   const float* bias;
+  uint32_t* integers;
+  int64_t integers_stride;
   float eps;
   int32_t kind, add, gather;
 };
@@ -68,6 +71,7 @@ void place(const Batch& batch);
 void embed_work(const Embed& op, const Batch& batch, Member& member);
 void norm_work(const Norm& op, int64_t rows, const Batch& batch, Member& member);
 void rope_work(const Rope& op, const Batch& batch, Member& member);
+void quantize_work(const Quantize& op, int64_t rows, Member& member);
 // Copies keys and values, [tokens, kv_heads, dim] with the given strides from token to token, into their pages.
 void write_pages(const Pages& pages, const Batch& batch, const float* key, const float* value, int64_t key_stride,
                  int64_t value_stride, int64_t kv_heads, int64_t dim);

@@ -142,10 +142,10 @@ static void weighted_rows(const float* weight, long ldw, const float* const* row
     }
 }
 
-// Cuts `rows` into the fewest blocks of at most MRMAX rows, evenly: block i is [cut(i), cut(i + 1)).
+// Cuts `rows` into the fewest blocks of at most `most` rows, evenly: block i is [cut(i), cut(i + 1)).
 struct RowBlocks {
   long rows, count;
-  explicit RowBlocks(long rows) : rows(rows), count((rows + MRMAX - 1) / MRMAX) {}
+  explicit RowBlocks(long rows, long most = MRMAX) : rows(rows), count((rows + most - 1) / most) {}
   long cut(long i) const { return rows * i / count; }
 };
 
