@@ -86,14 +86,14 @@ class EngineConfig:
 
     # --- the batch -------------------------------------------------------------------------------------------------
     max_batch_tokens: int | None = None
-    """Query tokens in one step. Default: 8,192, or less where memory is short; on a CPU 512, which keeps a step (and so the wait of everyone who decodes) short;
-    a longer prompt is split over steps."""
+    """Query tokens in one step; a longer prompt is split over steps. Default: 8,192, or less where memory is short; on a CPU
+    512, which keeps a step (and so the wait of everyone who decodes) short."""
     prefill_chunk: int | None = None
     """Most prompt tokens in a step that others decode in, the longer their context the fewer: it bounds how much a newcomer's
     prompt stretches the time between their tokens. For "fifo"; a step without decoding requests takes `max_batch_tokens`.
     Default: on a CPU 64, or four for each that decodes if that is more; elsewhere `max_batch_tokens`."""
     max_requests_per_batch: int | None = None
-    """Requests in one step. Default on a CPU: 256. Never more than `max_batch_tokens`."""
+    """Requests in one step. Default: 1,024, on a CPU 256. Never more than `max_batch_tokens`."""
     scheduler_type: str = "fifo"
     """"fifo": decoding, then prefilling, then waiting, each by arrival. "prefill_first": prefills before decodes."""
     safety_margin: float | None = None

@@ -116,22 +116,11 @@ class BatchFiller:
         lens = slot.ints(layout, "context_lens")[: len(rows)]
         tables = _tables(slot, layout)[:, : len(rows)]
         copies, loads = self._cache.take_copies(), take_loads(table)
-        return Filled(
-            plan,
-            layout,
-            rows,
-            counts,
-            sample_rows,
-            starts,
-            lens,
-            tables,
-            flags,
-            copies,
-            edits,
-            loads,
-            out_words,
-            bucket,
+        filled = Filled(
+            plan, layout, rows, counts, sample_rows, starts, lens, tables, flags, copies, edits, loads, out_words
         )
+        filled.bucket = bucket
+        return filled
 
     def _bucket(self, shape: StepSizes, plan: StepPlan) -> Bucket | None:
         """The captured shape for this step. Prompt tokens that are scored have no place in one."""

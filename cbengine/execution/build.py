@@ -101,9 +101,9 @@ def build(
     pool = device.device_buffer((chunks * geometry.chunk_bytes,), torch.uint8)
     compiles = compile.prepare(config, runner)
     runner.bind(layer_views(pool, geometry), memory.page_size)
+    device.synchronize()  # weights were loaded, and the model tried out, on no stream of ours
     if compiles:
         compile.warm_up(runner, device)
-    device.synchronize()  # trying the model out has written to the cache, on no stream of ours
     paths = GraphPaths.of(config, device, runner)
     config = config.merged({"use_cuda_graph": (paths.varlen, paths.decode)})
     if config.allow_block_sharing and any(group.window is not None for group in geometry.groups):

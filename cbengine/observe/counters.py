@@ -51,6 +51,8 @@ class EngineStats:
     """Posts to event loops: one for each loop and step."""
     host_seconds: float = 0.0
     """Time that the engine thread spent preparing and launching steps."""
+    graphs: int = 0
+    """Shapes of a step that were captured as CUDA graphs."""
     uptime: float = 0.0
 
 

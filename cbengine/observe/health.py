@@ -85,5 +85,6 @@ def snapshot(parts: LoopParts) -> EngineStats:
         requests_failed=counters.ends[RequestStatus.FAILED],
         loop_wakeups=parts.outbox.wakeups,
         host_seconds=counters.host_seconds,
+        graphs=len(parts.pipeline.graphs),
         uptime=time.monotonic() - counters.started,
     )

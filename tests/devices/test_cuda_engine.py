@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,18 @@ def runtimes(monkeypatch: pytest.MonkeyPatch) -> list[FakeCuda]:
     return made
 
 
-async def test_an_engine_answers_from_graphs_and_gives_everything_back(runtimes: list[FakeCuda]) -> None:
+def test_an_engine_answers_from_graphs_and_gives_everything_back(runtimes: list[FakeCuda]) -> None:
+    asyncio.run(_answer_from_graphs(runtimes))
+
+
+async def _answer_from_graphs(runtimes: list[FakeCuda]) -> None:
     model = FakeModel(max_model_len=64)
     prompts = [[2, 3, 4], [5] * 9, [6, 7]]
     async with AsyncEngine(model, device="cuda:1", **SETTINGS) as engine:
         answers = await engine.generate_batch(prompts, max_new_tokens=6, ignore_eos=True)
         assert engine.config.device == "cuda:1" and engine.config.use_cuda_graph == (True, True)
         (runtime,) = runtimes
+        assert engine.stats().graphs == len(runtime.graphs) == len(runtime.captures) > 3
         pool = next(tensor for tensor in runtime._keep if tensor.untyped_storage().nbytes() == _pool_bytes(engine))
     meant = [model.reference(prompt, 6, ignore_eos=True) for prompt in prompts]
     assert [list(answer.token_ids) for answer in answers] == meant
@@ -64,7 +70,11 @@ def _pool_bytes(engine: AsyncEngine) -> int:
     return engine.memory_plan.kv_bytes
 
 
-async def test_an_engine_starts_again_on_a_device_of_its_own(runtimes: list[FakeCuda]) -> None:
+def test_an_engine_starts_again_on_a_device_of_its_own(runtimes: list[FakeCuda]) -> None:
+    asyncio.run(_start_again(runtimes))
+
+
+async def _start_again(runtimes: list[FakeCuda]) -> None:
     model = FakeModel(max_model_len=64)
     engine = AsyncEngine(model, device="cuda", use_cuda_graph=False, **SETTINGS)
     for _ in range(2):

@@ -15,6 +15,7 @@ from cbengine.attention import AttentionBackend, available, choose
 from cbengine.attention.triton import TritonBackend
 from cbengine.errors import UnsupportedFeatureError
 from cbengine.execution.inputs import StepInputs
+from cbengine.models import fuse
 from cbengine.models.base import LayerSpec, ModelSpec
 
 T = TypeVar("T")
@@ -31,6 +32,8 @@ class Card:
     @classmethod
     def dry_run(cls, patch: pytest.MonkeyPatch) -> Card:
         patch.setattr(TritonBackend, "devices", ())
+        patch.setattr(fuse, "_on_gpu", lambda model: model.device.type == "cpu")
+        patch.setattr(fuse, "_PROBE_TOKENS", 3)  # the interpreter takes its time
         return cls(torch.device("cpu"), dry=True)
 
     def size(self, real: T, dry: T) -> T:
@@ -59,7 +62,7 @@ class Card:
                 backend = choose(name, self.device, spec)
             except UnsupportedFeatureError:
                 continue
-            if page_size % backend.page_size_multiple == 0 and (self.dry or name != "cpu"):
+            if page_size % backend.page_size_multiple == 0 and name != "cpu":
                 found[name] = backend
         assert {"sdpa", "eager", "triton"} <= set(found), f"missing of {available()}: there are {sorted(found)}"
         return found

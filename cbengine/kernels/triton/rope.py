@@ -201,7 +201,6 @@ def _rope_kernel(
     NORM: tl.constexpr, SHIFT: tl.constexpr, FIRST: tl.constexpr, ROUND: tl.constexpr,
     HEADS_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):
-    # fmt: on
     """One token, HEADS_BLOCK heads: queries, then keys, then values."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
@@ -215,7 +214,6 @@ def _rope_kernel(
     kv_rows = block * block_stride + offset * page_stride + kv_head * head_stride
     rows = token * qkv_stride + head * DIM
     dtype: tl.constexpr = query_ptr.dtype.element_ty
-
     low = tl.arange(0, HALF_BLOCK)
     in_half = low < HALF
     loads = exists[:, None] & in_half[None, :]
@@ -246,6 +244,7 @@ def _rope_kernel(
     turned_b = tl.where(is_value[:, None], raw_b, turned_b)
     _put(turned_a, low, in_half, is_query, is_key, is_value, query_ptr, key_ptr, value_ptr, q_rows, kv_rows)
     _put(turned_b, HALF + low, in_half, is_query, is_key, is_value, query_ptr, key_ptr, value_ptr, q_rows, kv_rows)
+# fmt: on
 
 
 def rotate_and_write(

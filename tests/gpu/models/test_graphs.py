@@ -42,17 +42,18 @@ def test_every_decode_size(card: Card, name: str) -> None:
     batches = [networks.prompts(card, [3 + i for i in range(size)], seed=size) for size in sizes]
     settings: dict[str, Any] = {"max_requests_per_batch": most, "max_batch_tokens": card.size(1024, 64)}
 
-    async def graphed() -> tuple[list[list[list[int]]], Counter[Bucket]]:
-        async with engine_for(model, card, **settings, **card.graphs) as engine:
+    async def by_batches(**more: Any) -> tuple[list[list[list[int]]], Counter[Bucket]]:
+        async with engine_for(model, card, **settings, **more) as engine:
             counts = watch(engine)
             return [await ask(engine, batch, new) for batch in batches], counts
 
-    found, counts = run(graphed())
+    found, counts = run(by_batches(**card.graphs))
     captured = {bucket.seqs for bucket in counts if bucket.decode}
     assert captured >= {size for size in (1, 2, 4, 8, 16, 24, 25) if size in sizes}, captured
-    for batch, one in zip(batches, found, strict=True):
-        plain, _ = answers(model, card, batch, new, **settings, use_cuda_graph=False)
-        networks.assert_same(model, batch, one, plain)
+    plain, none = run(by_batches(use_cuda_graph=False))
+    assert not none
+    for batch, one, other in zip(batches, found, plain, strict=True):
+        networks.assert_same(model, batch, one, other)
 
 
 @pytest.mark.parametrize("name", MODELS)

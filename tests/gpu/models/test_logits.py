@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cbengine.cache.geometry import CacheGeometry, group_of_layers, layer_views
+from cbengine.cache.geometry import group_of_layers
 from cbengine.models.adapter import TransformersRunner
 from tests.attention.packing import Work, step
 from tests.gpu import networks
@@ -24,12 +24,11 @@ class Served:
     def __init__(self, runner: TransformersRunner, card: Card, page: int, blocks: int) -> None:
         self.runner, self.card, self.page = runner, card, page
         self.free = random.Random(1).sample(range(3, blocks), blocks - 3)
-        geometry = CacheGeometry.of(runner.spec, page)
-        assert len(geometry.groups) == max(group_of_layers(runner.spec.layers)) + 1
-        chunks = geometry.chunks_for(blocks) + 2
-        self.pool = torch.zeros(chunks * geometry.chunk_bytes, dtype=torch.uint8, device=card.device)
-        runner.bind(layer_views(self.pool, geometry), page)
-        self.groups = len(geometry.groups)
+        layers = runner.spec.layers
+        shape = (blocks, len(layers), 2, page, layers[0].num_kv_heads, layers[0].head_dim)
+        self.pool = torch.zeros(shape, dtype=runner.spec.kv_dtype, device=card.device)
+        runner.bind([(self.pool[:, i, 0], self.pool[:, i, 1]) for i in range(len(layers))], page)
+        self.groups = max(group_of_layers(layers)) + 1
 
     def take(self, tokens: int) -> list[int]:
         return [self.free.pop() for _ in range(-(-tokens // self.page))]

@@ -23,9 +23,9 @@ from tests.gpu.card import Card
 pytestmark = pytest.mark.gpu
 
 KINDS = {"llama": {"round_first": True}, "gemma": {"shift": True}, "olmo2": {}, "olmo": {"center": True}}
-CLOSE = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-5}
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2**-5}
 """One or two units in the last place, where sums in another order decide how something is rounded."""
-DTYPES = list(CLOSE)
+DTYPES = [torch.float32, torch.bfloat16]
 
 
 def noise(card: Card, *shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -40,7 +40,7 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", [20, 1024, 4096])
+@pytest.mark.parametrize("width", [20, 4096])
 def test_norms(card: Card, width: int, kind: str, dtype: torch.dtype) -> None:
     width, rows = card.size(width, 20), card.size(300, 3)
     residual, x = noise(card, rows, width, dtype=dtype, seed=1), noise(card, rows, width + 8, dtype=dtype, seed=2)[:, :width]
