@@ -15,7 +15,6 @@ import torch
 from cbengine.devices.baked import Baked
 from cbengine.devices.base import Device, DeviceLostError, MemoryInfo
 
-
 _LAZY_BYTES = 1 << 20
 """From this size on a buffer is taken from the kernel, page by page as it is used."""
 

@@ -40,6 +40,12 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, float | int]
     """Sampling defaults from the checkpoint's generation config, under `SamplingParams`' names."""
+    softcap: float | None = None
+    """Bound of the attention scores, if the model has one. An attention backend has to know how."""
+    has_sinks: bool = False
+    """Attention scores that no value belongs to (GPT-OSS). Likewise."""
+    num_rotaries: int = 1
+    """Rotary embeddings: one, or one for each type of layer. Sizes the memory of a step."""
 
     @property
     def attention_reach(self) -> int:
@@ -53,12 +59,6 @@ class ModelSpec:
             matrices += self.hidden_size * (2 * width + 2 * kv_width + 3 * self.intermediate_size)
             attention += 0 if layer.window is not None else 2 * width
         return max(1, matrices // max(1, attention))
-    softcap: float | None = None
-    """Bound of the attention scores, if the model has one. An attention backend has to know how."""
-    has_sinks: bool = False
-    """Attention scores that no value belongs to (GPT-OSS). Likewise."""
-    num_rotaries: int = 1
-    """Rotary embeddings: one, or one for each type of layer. Sizes the memory of a step."""
 
 
 class ModelRunner(Protocol):

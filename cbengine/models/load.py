@@ -54,8 +54,8 @@ def load(
             a quantised checkpoint is loaded as transformers loads it.
         device: where to put the model. Ignored if `device_map` is among the further options.
         revision, trust_remote_code: as in transformers.
-        attention: name of the attention backend (`cbengine.attention.available()`), or all settings about it; default: the fastest
-            that can serve the model on the device.
+        attention: name of the attention backend (`cbengine.attention.available()`), or all settings about it; default: the
+            fastest that can serve the model on the device.
         quantization: as in `EngineConfig`.
         with_tokenizer: False leaves the tokenizer out.
         from_pretrained: further options for `AutoModelForCausalLM.from_pretrained`.
@@ -135,7 +135,8 @@ def _load_checkpoint(
     spec_from_config(config, name=source, kv_dtype=torch.float32)
     quantised = getattr(config, "quantization_config", None) is not None or "quantization_config" in options
     if device.type != "cpu" and "device_map" not in options and find_spec("accelerate") is not None:
-        options = {**options, "device_map": {"": device}}  # shard by shard to where it is wanted, and never whole in RAM
+        # Shard by shard to where it is wanted, and never whole in RAM.
+        options = {**options, "device_map": {"": device}}
     network = AutoModelForCausalLM.from_pretrained(source, dtype=_dtype(dtype, device, quantised), **where, **options)
     tokenizer = None
     if with_tokenizer and _may_have_tokenizer(source, hub):

@@ -21,7 +21,19 @@ from tests.attention.packing import Work, step
 from tests.models.paged import Paged, prompts_of, reference
 from tests.models.tiny import NAMES, tiny
 
-WHOLE = ["llama", "llama-mha", "mistral", "qwen2", "qwen3", "phi3", "olmo", "olmo2", "mistral-window", "gemma2", "gemma3-text"]
+WHOLE = [
+    "llama",
+    "llama-mha",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "olmo",
+    "olmo2",
+    "mistral-window",
+    "gemma2",
+    "gemma3-text",
+]
 """Families that the kernels run from the embedding to the logits."""
 PARTS = [name for name in NAMES if name not in WHOLE]
 
@@ -74,7 +86,8 @@ def test_weights_are_held_once(name: str) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
             assert module.weight.untyped_storage().nbytes() == 4
             assert module.weight.isnan().all()
-            assert module.weight.shape == (getattr(module, "out_features", None) or module.num_embeddings, module.weight.shape[1])
+            rows = getattr(module, "out_features", None) or module.num_embeddings
+            assert module.weight.shape == (rows, module.weight.shape[1])
     total = sum(p.numel() for p in model.parameters())
     assert total == sum(p.numel() for p in tiny(name).parameters())
 
