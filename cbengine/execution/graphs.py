@@ -20,7 +20,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 
 from cbengine.config import EngineConfig
 from cbengine.devices.base import Device, DeviceLostError
@@ -158,6 +157,8 @@ class GraphSet:
                     raise
                 except Exception as error:
                     obstacles[decode] = error
+        from tqdm.auto import tqdm  # late: most engines capture nothing
+
         # Shown on a terminal only.
         for bucket in tqdm(buckets, desc="capturing graphs", unit=" graphs", leave=False, disable=None):
             if bucket.decode in obstacles:

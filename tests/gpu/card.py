@@ -13,9 +13,10 @@ import torch
 
 from cbengine.attention import AttentionBackend, available, choose
 from cbengine.attention.triton import TritonBackend
+from cbengine.devices.host import HostDevice
 from cbengine.errors import UnsupportedFeatureError
 from cbengine.execution.inputs import StepInputs
-from cbengine.models import fuse
+from cbengine.models import adapter, fuse
 from cbengine.models.base import LayerSpec, ModelSpec
 
 T = TypeVar("T")
@@ -32,13 +33,26 @@ class Card:
     @classmethod
     def dry_run(cls, patch: pytest.MonkeyPatch) -> Card:
         patch.setattr(TritonBackend, "devices", ())
-        patch.setattr(fuse, "_on_gpu", lambda model: model.device.type == "cpu")
-        patch.setattr(fuse, "_PROBE_TOKENS", 3)  # the interpreter takes its time
+        patch.setattr(adapter, "fuse", lambda *_, **__: None)  # transformers' own forward, which graphs may capture
+        # Without its check of what is frozen, which takes the interpreter's own operations for the model's.
+        patch.setattr(HostDevice, "capture", lambda self, key, fn: fn)
         return cls(torch.device("cpu"), dry=True)
 
     def size(self, real: T, dry: T) -> T:
         """A size for the GPU, and one that the interpreter can bear."""
         return dry if self.dry else real
+
+    @contextmanager
+    def fusing(self) -> Generator[None]:
+        """Models are run by our kernels inside, as they always are on a GPU. (The interpreter takes its time.)"""
+        if not self.dry:
+            yield
+            return
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adapter, "fuse", fuse.fuse)
+            patch.setattr(fuse, "_on_gpu", lambda model: model.device.type == "cpu")
+            patch.setattr(fuse, "_PROBE_TOKENS", 3)
+            yield
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:

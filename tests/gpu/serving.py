@@ -17,8 +17,8 @@ def engine_for(model: Any, card: Card, **settings: Any) -> AsyncEngine:
     """Not started. Sizes are small unless `settings` say otherwise."""
     sizes = {
         "num_blocks": card.size(96, 48),
-        "max_batch_tokens": card.size(512, 48),
-        "max_requests_per_batch": card.size(32, 8),
+        "max_batch_tokens": card.size(512, 32),
+        "max_requests_per_batch": card.size(32, 4),
         "max_model_len": card.size(2048, 128),
         "safety_margin": 0.0,
     }

@@ -14,7 +14,8 @@ namespace {
 constexpr long ROW_GROUP = 10 * MRMAX;  // rows that stay in the core's cache while panels pass
 constexpr long DEPTH_CHUNK = 320;      // longest chain of additions; partial sums are added up in order
 constexpr int64_t STRIP_BYTES = 4 << 20;  // weights that stay in the shared cache while groups of rows pass
-constexpr int64_t PIECES = 4;             // for each member, of a strip and a group of rows
+constexpr int64_t PIECES = 4;             // for each member, of a strip and a group of rows, at least
+constexpr int64_t PIECE_WORK = 3 << 19;   // multiplications that are worth being handed out as a piece
 constexpr long CHUNK_UNIT = 32;        // no chunk ends within a group of codes
 
 typedef Affine<4, 32> Codes4;
@@ -190,8 +191,9 @@ struct Piece {
 };
 
 // Cuts a product into pieces for the members of a team. From the inside out: several pieces of equal size for each member,
-// so that one that lost its core for a while holds up little; groups of rows, whose inputs stay in a core's own cache from
-// one piece to the next; and strips of panels, whose weights stay in the shared cache from one group of rows to the next.
+// so that nobody waits long for the last one, nor for one that lost its core for a while; groups of rows, whose inputs stay
+// in a core's own cache from one piece to the next; and strips of panels, whose weights stay in the shared cache from one
+// group of rows to the next.
 class Cut {
  public:
   Cut(const Product& g, int threads) : rows(g.rows), all(panels_of(g.matrix)) {
@@ -201,7 +203,9 @@ class Cut {
     together = rows == 1 ? 4 : rows == 2 ? 2 : 1;  // panels that `block` takes at once
     units = (all + together - 1) / together;
     if (strips > units) strips = units;
+    const int64_t work = rows / groups * g.matrix.depth * NR * (units / strips) * together;
     shares = threads == 1 ? 1 : PIECES * threads;
+    if (threads > 1 && work / PIECE_WORK > shares) shares = work / PIECE_WORK;
     if (shares > units / strips) shares = units / strips > 0 ? units / strips : 1;
   }
 
