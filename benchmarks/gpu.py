@@ -117,7 +117,9 @@ class Benchmark:
                     continue
                 self.clock.say(what)
                 try:
-                    self.rows.append(peer.decode(model, self.machine, Row(shape, "transformers", "decode", batch), tuning))
+                    self.rows.append(
+                        peer.decode(model, self.machine, Row(shape, "transformers", "decode", batch), tuning)
+                    )
                 except Exception as error:
                     note = f"{tuning}: {type(error).__name__}: {error}"[:200]
                     self.rows.append(Row(shape, "transformers", "failed", batch, note=note))
@@ -137,7 +139,9 @@ def main() -> int:
     benchmark = Benchmark(machine, clock, args.batches if not machine.dry else [1, 3])
     benchmark.run(args.shapes)
     rates = benchmark.rates
-    print(f"{machine.name}: copies at {rates.bandwidth / 1e9:,.0f} GB/s, matrix products at {rates.matmul / 1e12:,.1f} TFLOP/s")
+    print(
+        f"{machine.name}: copies at {rates.bandwidth / 1e9:,.0f} GB/s, matrix products at {rates.matmul / 1e12:,.1f} TFLOP/s"
+    )
     print(table(benchmark.rows))
     for line in [*aims(benchmark.rows), *(f"left out: {what}" for what in benchmark.left_out)]:
         print(line)

@@ -76,18 +76,21 @@ class Rates:
 
 def measure_rates(machine: Machine) -> Rates:
     """About two seconds."""
-    elements = machine.size(1 << 30, 1 << 20)
-    source = torch.ones(elements, dtype=machine.dtype, device=machine.device)
+    rates = Rates(_bandwidth(machine), _matmul(machine))
+    machine.settle()
+    return rates
+
+
+def _bandwidth(machine: Machine) -> float:
+    source = torch.ones(machine.size(1 << 30, 1 << 20), dtype=machine.dtype, device=machine.device)
     target = torch.empty_like(source)
-    seconds = _fastest(machine, lambda: target.copy_(source))
-    bandwidth = 2 * source.nbytes / seconds
-    del source, target
+    return 2 * source.nbytes / _fastest(machine, lambda: target.copy_(source))
+
+
+def _matmul(machine: Machine) -> float:
     side = machine.size(8192, 256)
     left, right = (torch.randn(side, side, device=machine.device).to(machine.dtype) for _ in range(2))
-    seconds = _fastest(machine, lambda: left @ right)
-    del left, right
-    machine.settle()
-    return Rates(bandwidth, 2 * side**3 / seconds)
+    return 2 * side**3 / _fastest(machine, lambda: left @ right)
 
 
 def _fastest(machine: Machine, run: Callable[[], object]) -> float:

@@ -60,7 +60,12 @@ def _cells(row: Row) -> list[str]:
         if pair is not None:
             note += f" {name} {pair[0] * 1e3:.1f} / {pair[1] * 1e3:.1f} ms (median / p99)"
     cells = [row.shape, row.how, row.what, str(row.batch), show(row.rate, 1, ",.0f"), show(row.step, 1e3, ".3f")]
-    cells += [show(row.floor, 1e3, ".3f"), show(row.share, 1, ".0%"), show(row.idle, 1, ".1%"), show(row.host, 1e6, ".0f")]
+    cells += [
+        show(row.floor, 1e3, ".3f"),
+        show(row.share, 1, ".0%"),
+        show(row.idle, 1, ".1%"),
+        show(row.host, 1e6, ".0f"),
+    ]
     return [*cells, note.strip()]
 
 

@@ -61,17 +61,22 @@ def _large(fault: Callable[[StepInputs], None] | None = None) -> AsyncEngine:
     return fake_engine(model, page_size=256, num_blocks=6000, cpu_offload_space=0.05)
 
 
-def _fill(engine: AsyncEngine) -> list[torch.UntypedStorage]:
-    """Make the cache and the CPU pool resident; returns their memory."""
+def _fill(engine: AsyncEngine) -> list[torch.Tensor]:
+    """Make the cache and the CPU pool resident; returns them."""
     assert engine._worker is not None and engine._worker.built is not None
     pools = [engine._worker.built.pool, engine._worker.built.host_pool]
-    storages: list[torch.UntypedStorage] = []
+    filled: list[torch.Tensor] = []
     for pool in pools:
         assert pool is not None
         pool.fill_(1)
         assert pool.nbytes > 40 * MIB
-        storages.append(pool.untyped_storage())
-    return storages
+        filled.append(pool)
+    return filled
+
+
+def _given_back(pools: list[torch.Tensor]) -> bool:
+    """Whoever still refers to them: memory that the kernel took back reads as zeros."""
+    return not any(bool(pool.any()) for pool in pools)
 
 
 @aio("asyncio")
@@ -84,7 +89,7 @@ async def test_the_cache_is_given_back_by_every_stop(record_property: Record) ->
         await engine.generate(prompt(9), max_new_tokens=6)
         sizes.append(resident())
         await engine.stop()
-        assert [storage.size() for storage in memory] == [0, 0]  # although the test still refers to it
+        assert _given_back(memory)
     await engine.aclose()
     record_property("resident_mib", [size // MIB for size in sizes])
     print([size // MIB for size in sizes])
@@ -103,7 +108,7 @@ async def test_the_cache_is_given_back_by_an_engine_that_died_whoever_keeps_its_
         await engine.generate(prompt(9), max_new_tokens=6)
     assert engine.health().status == "dead"
     await engine.stop()  # waits until it has cleaned up
-    assert [storage.size() for storage in memory] == [0, 0]
+    assert _given_back(memory)
     assert caught.value.__cause__ is engine.health().error
     await engine.aclose()
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 
-DRY = os.environ.get("CBENGINE_GPU_DRYRUN") == "cpu"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-if DRY:
+if os.environ.get("CBENGINE_GPU_DRYRUN") == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton loads
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
@@ -19,13 +18,14 @@ from pathlib import Path
 import pytest
 import torch
 
+DRY = os.environ.get("CBENGINE_GPU_DRYRUN") == "cpu"
 _TESTS = str(Path(__file__).resolve().parents[1])
 if importlib.util.find_spec("tests.gpu.card") is None:
     # Somebody's installed package has the name "tests" and gets in the way of this folder.
     sys.modules["tests"] = types.ModuleType("tests")
     sys.modules["tests"].__path__ = [_TESTS]
 
-from tests.gpu.card import Card
+from tests.gpu.card import Card  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,11 @@ def _sizes(card: Card, **changes: Any) -> dict[str, Any]:
 def _hybrid(card: Card, **changes: Any) -> dict[str, Any]:
     types = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
     layers = card.size(4, 2)
-    given = {"layer_types": types[:layers], "sliding_window": card.size(96, 8), "query_pre_attn_scalar": card.size(64, 16)}
+    given = {
+        "layer_types": types[:layers],
+        "sliding_window": card.size(96, 8),
+        "query_pre_attn_scalar": card.size(64, 16),
+    }
     return _sizes(card, **given, **changes)
 
 
@@ -94,7 +98,9 @@ def logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
         return model(input_ids=ids, use_cache=False).logits[0].float()
 
 
-def assert_same(model: Any, given: Sequence[Sequence[int]], found: Sequence[Answer], expected: Sequence[Answer]) -> None:
+def assert_same(
+    model: Any, given: Sequence[Sequence[int]], found: Sequence[Answer], expected: Sequence[Answer]
+) -> None:
     """Greedy answers agree. Where two differ, the first differing pair of tokens was as good as tied by the model's own
     logits (float32 sums in another order); and no more than one answer in eight may have met such a tie."""
     ties = 0

@@ -59,7 +59,9 @@ def test_a_generator_that_is_closed_midway(card: Card) -> None:
     prompt = networks.prompts(card, [30])[0]
 
     async def tokens(engine: AsyncEngine) -> AsyncIterator[int]:
-        async with engine.stream(prompt, max_new_tokens=card.size(1500, 90), temperature=0.0, ignore_eos=True) as stream:
+        async with engine.stream(
+            prompt, max_new_tokens=card.size(1500, 90), temperature=0.0, ignore_eos=True
+        ) as stream:
             async for token in stream:
                 yield token.id
 

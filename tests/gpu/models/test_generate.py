@@ -1,4 +1,4 @@
-"""Greedy answers of the engine equal transformers' `generate`, in float32, with steps in flight and without, with graphs and without."""
+"""Greedy answers of the engine equal transformers' `generate`, in float32: with and without steps in flight, and graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits of whole models over every attention backend, with prompts cut in pieces and decodes beside them, and the fused forward."""
+"""Logits of whole models over every attention backend, prompts in pieces beside decodes; and of the fused forward."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Served:
 
 
 def two_sequences(served: Served, tokens: list[list[int]]) -> list[torch.Tensor]:
-    """Logits of the last four positions of each of two sequences: the first decodes while the second's prompt comes in pieces."""
+    """Logits of the last four positions of two sequences: one decodes while the other's prompt comes in pieces."""
     (a, b), half = tokens, len(tokens[1]) // 2
     blocks = [served.take(len(sequence)) for sequence in tokens]
 
@@ -89,7 +89,7 @@ def error_of(
 @pytest.mark.parametrize("page", [16, 256])
 @pytest.mark.parametrize("name", networks.NAMES)
 def test_logits_are_transformers(card: Card, name: str, page: int) -> None:
-    """In float32 within 1e-3; in bfloat16 no further from float32 than transformers' own forward in bfloat16 is, by three times."""
+    """In float32 within 1e-3; in bfloat16 at most three times as far from float32 as transformers' own forward is."""
     page = card.size(page, 16)
     tokens = networks.prompts(card, card.size([150, 420], [9, 14]), seed=3)
     truth: list[torch.Tensor] = []

@@ -60,7 +60,9 @@ def problem(card: Card, work: list[tuple[int, int]], page: int, shape: tuple[int
 
     pages = noise(2, 3 + sum(needed), page, kv_heads, dim)
     tokens = inputs.num_tokens
-    return Problem(inputs, page, pages, noise(tokens, heads, dim), noise(tokens, kv_heads, dim), noise(tokens, kv_heads, dim))
+    return Problem(
+        inputs, page, pages, noise(tokens, heads, dim), noise(tokens, kv_heads, dim), noise(tokens, kv_heads, dim)
+    )
 
 
 def outcome(backend: Any, p: Problem, window: Any, softcap: Any, sinks: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +72,9 @@ def outcome(backend: Any, p: Problem, window: Any, softcap: Any, sinks: Any) -> 
     with torch.inference_mode():
         backend.begin(p.inputs, p.page_size)
         backend.write(layer, p.key, p.value)
-        out = backend.attend(layer, p.query, scale=p.query.shape[2] ** -0.5, window=window, softcap=softcap, sinks=sinks)
+        out = backend.attend(
+            layer, p.query, scale=p.query.shape[2] ** -0.5, window=window, softcap=softcap, sinks=sinks
+        )
     return out, pages
 
 

@@ -43,13 +43,18 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("width", [20, 4096])
 def test_norms(card: Card, width: int, kind: str, dtype: torch.dtype) -> None:
     width, rows = card.size(width, 20), card.size(300, 3)
-    residual, x = noise(card, rows, width, dtype=dtype, seed=1), noise(card, rows, width + 8, dtype=dtype, seed=2)[:, :width]
+    residual, x = (
+        noise(card, rows, width, dtype=dtype, seed=1),
+        noise(card, rows, width + 8, dtype=dtype, seed=2)[:, :width],
+    )
 
     def norm(seed: int) -> RowNorm:
         return RowNorm(None if kind == "olmo" else noise(card, width, dtype=dtype, seed=seed), 1e-5, **KINDS[kind])
 
     for after, before in itertools.product((norm(3), None), (norm(4), None)):
-        for one, other in zip(join(residual, x, after, before), join_reference(residual, x, after, before), strict=True):
+        for one, other in zip(
+            join(residual, x, after, before), join_reference(residual, x, after, before), strict=True
+        ):
             check(one, other)
 
 
@@ -62,7 +67,9 @@ def test_gated(card: Card, kind: Activation, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("page", [16, 24, 256])
 def test_where_tokens_go(card: Card, page: int) -> None:
-    works = [Work(c, n, range(2, 3 + c // page)) for c, n in [(700, 1), (1, 1), (0, 1), (30, 30), (513, 200), (256, 256)]]
+    works = [
+        Work(c, n, range(2, 3 + c // page)) for c, n in [(700, 1), (1, 1), (0, 1), (30, 30), (513, 200), (256, 256)]
+    ]
     inputs = card.move(step(works[:3], works[3:], padded_tokens=5))
     for found, expected in zip(kv_slots(inputs, page), kv_slots_reference(inputs, page), strict=True):
         assert found.tolist() == expected.tolist()

@@ -58,7 +58,11 @@ def test_tokens_are_the_cpus(card: Card, vocab: int, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("kind", ["greedy", "plain", "mixed"])
 def test_a_row_draws_the_same_alone(card: Card, kind: str) -> None:
     rng = random.Random(5)
-    rows = {"greedy": [GREEDY] * 6, "plain": [Row(uniform=rng.random()) for _ in range(6)], "mixed": mixed_rows(12, rng)}[kind]
+    rows = {
+        "greedy": [GREEDY] * 6,
+        "plain": [Row(uniform=rng.random()) for _ in range(6)],
+        "mixed": mixed_rows(12, rng),
+    }[kind]
     logits = 2 * torch.randn(len(rows), card.size(32000, 2100), generator=torch.Generator().manual_seed(2))
     together = sample(logits.to(card.device), card.move(inputs(rows))).tolist()
     for i in range(0, len(rows), card.size(1, 5)):
