@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 import tempfile
 import traceback
@@ -137,19 +138,25 @@ def main() -> int:
         print("no CUDA device that this Python's torch can use: nothing was measured", file=sys.stderr)
         return 2
     benchmark = Benchmark(machine, clock, args.batches if not machine.dry else [1, 3])
-    benchmark.run(args.shapes)
-    rates = benchmark.rates
-    print(
-        f"{machine.name}: copies at {rates.bandwidth / 1e9:,.0f} GB/s, matrix products at {rates.matmul / 1e12:,.1f} TFLOP/s"
-    )
+    folder = args.out or Path(tempfile.mkdtemp(prefix="cbengine-gpu-"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # whoever cuts this short gets what there is
+    try:
+        benchmark.run(args.shapes)
+    finally:
+        _show(benchmark, folder)
+    failed = [row for row in benchmark.rows if row.what == "failed" and row.how != "transformers"]
+    return 1 if failed else 0
+
+
+def _show(benchmark: Benchmark, folder: Path) -> None:
+    machine, rates = benchmark.machine, benchmark.rates
+    copies, products = rates.bandwidth / 1e9, rates.matmul / 1e12
+    print(f"{machine.name}: copies at {copies:,.0f} GB/s, matrix products at {products:,.1f} TFLOP/s")
     print(table(benchmark.rows))
     for line in [*aims(benchmark.rows), *(f"left out: {what}" for what in benchmark.left_out)]:
         print(line)
-    folder = args.out or Path(tempfile.mkdtemp(prefix="cbengine-gpu-"))
     for path in write(folder, machine, rates, benchmark.rows, benchmark.left_out):
         print(f"written: {path}")
-    failed = [row for row in benchmark.rows if row.what == "failed" and row.how != "transformers"]
-    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -91,10 +91,12 @@ async def decode(
 ) -> Row:
     """`row.batch` requests that decode together; what counts is the time in which all of them do."""
     new = machine.size(max(96, min(256, 16384 // row.batch)), 8)
-    meter_steps = meter.steps if meter is not None else []
-    meter_steps.clear()
+    length = machine.size(PROMPT, 8)
+    await ask(engine, random_prompts(model, row.batch, length, next(_seeds)), 3)  # compiles what is not there yet
+    if meter is not None:
+        meter.steps.clear()
     before = engine.stats()
-    _, done = await ask(engine, random_prompts(model, row.batch, machine.size(PROMPT, 8), next(_seeds)), new)
+    _, done = await ask(engine, random_prompts(model, row.batch, length, next(_seeds)), new)
     after = engine.stats()
     times = [completion.metrics.token_times for completion in done]
     start, end = max(t[0] for t in times), min(t[-1] for t in times)
@@ -104,7 +106,7 @@ async def decode(
         row.step = row.batch / row.rate
     row.host = (after.host_seconds - before.host_seconds) / max(1, after.steps - before.steps)
     worker: Any = engine._worker
-    row.floor = floor.decode_seconds(worker.loaded.runner.spec, rates, row.batch, machine.size(PROMPT, 8) + new / 2)
+    row.floor = floor.decode_seconds(worker.loaded.runner.spec, rates, row.batch, length + new / 2)
     if meter is not None and (found := meter.idle(row.batch)) is not None:
         row.idle, row.step = found
     return row

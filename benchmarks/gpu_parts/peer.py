@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import time
 from dataclasses import fields
 from typing import Any
@@ -38,12 +39,13 @@ def decode(model: Any, machine: Machine, row: Row, tuning: str) -> Row:
         "allow_block_sharing": False,
         **TUNINGS[tuning],
     }
-    known = {field.name for field in fields(generation.ContinuousBatchingConfig)}
+    known = {field.name for field in fields(generation.ContinuousBatchingConfig)}  # of this release
     config = generation.ContinuousBatchingConfig(**{name: value for name, value in wanted.items() if name in known})
     greedy = transformers.GenerationConfig(do_sample=False, max_new_tokens=long, eos_token_id=-1, pad_token_id=0)
-    context = model.continuous_batching_context_manager(
-        generation_config=greedy, continuous_batching_config=config, timeout=30
-    )
+    open_manager = model.continuous_batching_context_manager
+    arguments = {"generation_config": greedy, "continuous_batching_config": config, "timeout": 30}
+    taken = inspect.signature(open_manager).parameters
+    context = open_manager(**{name: value for name, value in arguments.items() if name in taken})
     try:
         with context as manager:
             _seconds(manager, model, 2, prompt, short, 0)

@@ -21,6 +21,7 @@ import torch
 
 from cbengine.devices.base import Event, Stream
 from cbengine.devices.host import Health, HostDevice, run_operation
+from cbengine.threads import set_own_num_threads
 
 _SWITCH_INTERVAL = 1e-4  # seconds
 
@@ -103,7 +104,7 @@ def _work(items: queue.SimpleQueue[_Item], health: Health, num_threads: int | No
     error: BaseException | None = None
     if num_threads is not None:
         # Whatever happens here, the queue is worked off: somebody waits for its marks.
-        error = run_operation(partial(_set_own_num_threads, num_threads), health)
+        error = run_operation(partial(set_own_num_threads, num_threads), health)
     with torch.inference_mode():  # thread-local
         while (item := items.get()) is not None:
             if isinstance(item, _Operation):
@@ -118,19 +119,6 @@ def _work(items: queue.SimpleQueue[_Item], health: Health, num_threads: int | No
             else:
                 item.mark.reach(None)
             item = None  # the queue may stay empty for long: keep nothing alive meanwhile
-
-
-def _set_own_num_threads(num_threads: int) -> None:
-    """torch's intra-op threads for the calling thread alone.
-
-    OpenMP's number belongs to a thread, but torch also makes it the default of threads that use it later. A short-lived
-    thread puts the old default back.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    helper = threading.Thread(target=torch.set_num_threads, args=(before,), daemon=True)
-    helper.start()
-    helper.join()
 
 
 class ThreadedStream(Stream):

@@ -9,6 +9,7 @@ import weakref
 import torch
 
 from cbengine.kernels.library import Library
+from cbengine.threads import set_own_num_threads
 
 
 class Team:
@@ -60,12 +61,8 @@ def take_over_threads() -> None:
     """
     if _local.size is not None:
         return
-    _local.size = before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    # The number belongs to this thread, but torch also makes it the default of threads that use it later. Put that back.
-    helper = threading.Thread(target=torch.set_num_threads, args=(before,), daemon=True)
-    helper.start()
-    helper.join()
+    _local.size = torch.get_num_threads()
+    set_own_num_threads(1)
 
 
 def check(status: int) -> None:

@@ -20,8 +20,17 @@ import torch
 
 DRY = os.environ.get("CBENGINE_GPU_DRYRUN") == "cpu"
 _TESTS = str(Path(__file__).resolve().parents[1])
-if importlib.util.find_spec("tests.gpu.card") is None:
-    # Somebody's installed package has the name "tests" and gets in the way of this folder.
+
+
+def _in_the_way() -> bool:
+    """Whether somebody's installed package has the name "tests"."""
+    try:
+        return importlib.util.find_spec("tests.gpu.card") is None
+    except ModuleNotFoundError:
+        return True
+
+
+if _in_the_way():
     sys.modules["tests"] = types.ModuleType("tests")
     sys.modules["tests"].__path__ = [_TESTS]
 

@@ -3,7 +3,7 @@
 #
 #   bash tests/gpu/run.sh [FOLDER]                      results go to FOLDER (default: a new one)
 #   PYTHON=python3.12 bash tests/gpu/run.sh             with this Python; nothing is installed, nothing is downloaded
-#   CBENGINE_GPU_BENCH_SECONDS=0 bash tests/gpu/run.sh  only the tests (default: 200 s of benchmark)
+#   CBENGINE_GPU_BENCH_SECONDS=0 bash tests/gpu/run.sh  only the tests (default: 220 s of benchmark)
 #   CBENGINE_GPU_DRYRUN=cpu bash tests/gpu/run.sh       without a GPU, to see that the code of it all is right
 #
 # Ends with 0 if all is well, 1 if something failed, 2 if there is no GPU.
@@ -12,7 +12,7 @@ cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 dry=${CBENGINE_GPU_DRYRUN:-}
-bench=${CBENGINE_GPU_BENCH_SECONDS:-200}
+bench=${CBENGINE_GPU_BENCH_SECONDS:-220}
 limit=270
 if [ "$dry" = cpu ]; then
     limit=1500

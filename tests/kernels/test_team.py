@@ -16,6 +16,8 @@ import torch
 
 from cbengine.kernels import team as teams
 from cbengine.kernels.matrix import PackedMatrix
+from cbengine.kernels.team import take_over_threads
+from cbengine.threads import set_own_num_threads
 from tests.kernels.variants import variant
 
 WEIGHT = torch.randn(500, 200, generator=torch.Generator().manual_seed(0))
@@ -127,3 +129,18 @@ def test_a_child_process_computes_alone(matrix: PackedMatrix) -> None:
 def test_a_step_that_does_not_fit_the_memory_is_an_error() -> None:
     with pytest.raises(MemoryError):
         teams.check(-1)
+
+
+def test_taking_over_what_was_set_for_a_thread_alone_leaves_the_default() -> None:
+    default, seen = torch.get_num_threads(), list[int]()
+
+    def work() -> None:
+        set_own_num_threads(default + 2)
+        take_over_threads()
+        seen.append(torch.get_num_threads())
+
+    for run in (work, lambda: seen.append(torch.get_num_threads())):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert seen == [1, default] and torch.get_num_threads() == default

@@ -199,11 +199,11 @@ class Cut {
   Cut(const Product& g, int threads) : rows(g.rows), all(panels_of(g.matrix)) {
     groups = (rows + ROW_GROUP - 1) / ROW_GROUP;
     const int64_t bytes = packed_bytes(g.matrix.columns, g.matrix.depth, g.matrix.format, g.matrix.gated);
-    strips = groups == 1 ? 1 : (bytes + STRIP_BYTES - 1) / STRIP_BYTES;
+    strips = groups <= 1 ? 1 : (bytes + STRIP_BYTES - 1) / STRIP_BYTES;
     together = rows == 1 ? 4 : rows == 2 ? 2 : 1;  // panels that `block` takes at once
     units = (all + together - 1) / together;
     if (strips > units) strips = units;
-    const int64_t work = rows / groups * g.matrix.depth * NR * (units / strips) * together;
+    const int64_t work = (groups ? rows / groups : 0) * g.matrix.depth * NR * (units / strips) * together;
     shares = threads == 1 ? 1 : PIECES * threads;
     if (threads > 1 && work / PIECE_WORK > shares) shares = work / PIECE_WORK;
     if (shares > units / strips) shares = units / strips > 0 ? units / strips : 1;

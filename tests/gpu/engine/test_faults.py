@@ -115,7 +115,9 @@ def test_the_watch_for_waiting_bites(card: Card) -> None:
 
 
 LOST = """
-import asyncio, sys
+import asyncio, sys, types
+sys.modules["tests"] = types.ModuleType("tests")  # whatever else has that name
+sys.modules["tests"].__path__ = [sys.argv[2]]
 import torch
 from cbengine import EngineDeadError
 from cbengine.devices.base import DeviceLostError
@@ -158,8 +160,8 @@ def test_a_lost_device_ends_the_engine_and_every_stream_hears_of_it(card: Card, 
     """In a process of its own, since no other test could use the device afterwards."""
     script = tmp_path / "lost.py"
     script.write_text(LOST, encoding="utf-8")
-    root = str(Path(__file__).resolve().parents[3])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(script), "cpu" if card.dry else "cuda"]
+    root = Path(__file__).resolve().parents[3]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(script), "cpu" if card.dry else "cuda", str(root / "tests")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
     assert "dead, as it should be" in done.stdout, done.stderr[-3000:]

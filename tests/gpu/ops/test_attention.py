@@ -17,8 +17,11 @@ from tests.gpu.card import Card, attention_spec
 
 pytestmark = pytest.mark.gpu
 
-# (context, query tokens), as a GPU gets them and as the interpreter does.
-DECODE = ([(1, 1), (700, 1), (256, 1), (257, 1), (255, 1), (1300, 1), (17, 1)], [(1, 1), (20, 1), (16, 1)])
+# (context, query tokens), as a GPU gets them and as the interpreter does. Without context: padding, as of a captured shape.
+DECODE = (
+    [(1, 1), (700, 1), (256, 1), (257, 1), (255, 1), (1300, 1), (17, 1), (0, 1)],
+    [(1, 1), (20, 1), (16, 1), (0, 1)],
+)
 PREFILL = ([(300, 300), (1, 1), (64, 64), (600, 130), (257, 2)], [(20, 20), (18, 3)])
 MIXED = ([(400, 1), (33, 1), (500, 200), (300, 300), (1100, 77)], [(17, 1), (20, 6)])
 FORMS: dict[str, dict[str, Any]] = {
@@ -51,8 +54,8 @@ def problem(card: Card, work: list[tuple[int, int]], page: int, shape: tuple[int
     needed = [-(-context // page) for context, _ in work]
     order = rng.sample(range(3, 3 + sum(needed)), sum(needed))
     works = [Work(c, n, [order.pop() for _ in range(count)]) for (c, n), count in zip(work, needed, strict=True)]
-    decodes = sum(1 for w in works if w.count == 1) if all(w.count == 1 for w in works) else 0
-    inputs = card.move(step(works[:decodes], works[decodes:], padded_tokens=0 if decodes else 3))
+    decodes = next((i for i, w in enumerate(works) if w.count > 1), len(works))
+    inputs = card.move(step(works[:decodes], works[decodes:], padded_tokens=3 if works[decodes:] else 0))
     generator = torch.Generator().manual_seed(page)
 
     def noise(*size: int) -> torch.Tensor:
@@ -87,10 +90,10 @@ VARIANTS += [(form, "grouped", 256 if form == "window" else 16) for form in FORM
 @pytest.mark.parametrize("work", [DECODE, PREFILL, MIXED], ids=["decode", "prefill", "mixed"])
 def test_backends_agree(card: Card, work: Any, form: str, shape: str, page: int) -> None:
     sizes = card.size(SHAPES[shape], (4, 2, 16))
-    given, page = FORMS[form], card.size(page, 16)
+    given, page, given_work = FORMS[form], card.size(page, 16), card.size(*work)
     window, softcap, has_sinks = given.get("window"), given.get("softcap"), given.get("sinks", False)
     for dtype in card.dtypes:
-        p = problem(card, card.size(*work), page, sizes, dtype)
+        p = problem(card, given_work, page, sizes, dtype)
         sinks = torch.linspace(-2, 2, sizes[0], device=card.device).to(dtype) if has_sinks else None
         backends = card.backends(attention_spec(dtype, *sizes, window, softcap, has_sinks), page)
         found = {name: outcome(backend, p, window, softcap, sinks) for name, backend in backends.items()}
@@ -99,7 +102,8 @@ def test_backends_agree(card: Card, work: Any, form: str, shape: str, page: int)
             p.query.float(), pages[0].float(), pages[1].float(), p.inputs.block_tables, p.inputs.context_lens,
             p.inputs.query_starts, scale=sizes[2] ** -0.5, window=window, softcap=softcap, sinks=sinks,
         )  # fmt: skip
-        real = slice(0, int(p.inputs.query_starts[-1]))
+        real = torch.tensor([context > 0 for context, count in given_work for _ in range(count)], device=card.device)
+        real = real.nonzero()[:, 0]
         bound = BOUND[dtype] * float(expected.abs().max())
         for name, (out, written) in found.items():
             for other, reference in (("the reference", expected), ("sdpa", found["sdpa"][0])):

@@ -7,11 +7,17 @@ import random
 import pytest
 import torch
 
-from cbengine.execution.sampler import distribution, sample
+from cbengine.execution.inputs import SamplingInputs
+from cbengine.execution.sampler import _sample_fused, distribution, sample
 from tests.gpu.card import Card
 from tests.sampling.rows import GREEDY, LAST_UNIFORM, Row, inputs, is_a_near_miss
 
 pytestmark = pytest.mark.gpu
+
+
+def draw(card: Card, logits: torch.Tensor, given: SamplingInputs) -> torch.Tensor:
+    """On the device; on a dry run by the kernels that it has."""
+    return _sample_fused(logits, given) if card.dry else sample(logits, given)
 
 
 def mixed_rows(count: int, rng: random.Random) -> list[Row]:
@@ -40,9 +46,9 @@ def test_tokens_are_the_cpus(card: Card, vocab: int, dtype: torch.dtype) -> None
     given = inputs(rows, banned)
     expected = sample(logits, given).tolist()
     moved = logits.to(card.device), card.move(given)
-    sample(*moved)  # compiles
+    draw(card, *moved)  # compiles
     with card.no_waiting():
-        drawn = sample(*moved)
+        drawn = draw(card, *moved)
     assert drawn.dtype == torch.int32
     found = drawn.tolist()
     differing = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
@@ -64,9 +70,9 @@ def test_a_row_draws_the_same_alone(card: Card, kind: str) -> None:
         "mixed": mixed_rows(12, rng),
     }[kind]
     logits = 2 * torch.randn(len(rows), card.size(32000, 2100), generator=torch.Generator().manual_seed(2))
-    together = sample(logits.to(card.device), card.move(inputs(rows))).tolist()
+    together = draw(card, logits.to(card.device), card.move(inputs(rows))).tolist()
     for i in range(0, len(rows), card.size(1, 5)):
-        alone = sample(logits[i : i + 1].to(card.device), card.move(inputs([rows[i]])))
+        alone = draw(card, logits[i : i + 1].to(card.device), card.move(inputs([rows[i]])))
         assert alone.tolist() == [together[i]]
 
 
@@ -74,5 +80,5 @@ def test_rows_without_a_distribution_stay_inside(card: Card) -> None:
     vocab = 2100
     logits = torch.zeros(4, vocab)
     logits[0, 7], logits[1, 9], logits[2] = torch.nan, torch.inf, -torch.inf
-    found = sample(logits.to(card.device), card.move(inputs([Row(uniform=0.4)] * 4))).tolist()
+    found = draw(card, logits.to(card.device), card.move(inputs([Row(uniform=0.4)] * 4))).tolist()
     assert found[:3] == [7, 9, 0] and 0 <= found[3] < vocab
