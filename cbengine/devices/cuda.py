@@ -99,6 +99,10 @@ class CudaRuntime:
 
     def empty_cache(self) -> None:
         """Give what nobody uses back to the driver."""
+        # cuBLAS keeps a workspace for every stream that it has run on, and each start makes new streams.
+        clear: Any = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+        if clear is not None:
+            clear()
         torch.cuda.empty_cache()
 
 
