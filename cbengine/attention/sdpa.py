@@ -220,7 +220,9 @@ class SdpaBackend(AttentionBackend):
             kept = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")).to(query.device, query.dtype)
             self._masks[window, query.dtype] = kept
         reach = kept.shape[1] - _ROWS
-        return kept[:rows, reach - before : reach + rows]
+        mask = kept[:rows, reach - before : reach + rows]
+        # A GPU's kernel reads masks 16 bytes at a time, and asks only their strides whether it may: the cut begins anywhere.
+        return mask if mask.device.type == "cpu" else mask.clone(memory_format=torch.contiguous_format)
 
 
 def group_by_length(lengths: np.ndarray, budget: int) -> list[np.ndarray]:

@@ -16,6 +16,9 @@ What it keeps to, and why:
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
@@ -27,6 +30,10 @@ from torch.utils.weak import TensorWeakRef
 from cbengine.devices.base import Device, DeviceLostError, Event, MemoryInfo, Stream
 from cbengine.devices.host import Health, run_operation
 
+_alone = threading.RLock()
+"""torch's allocator is captured from by one thread at a time, and gives nothing back meanwhile."""
+_open: weakref.WeakSet[CudaDevice] = weakref.WeakSet()
+"""Devices of this process."""
 _REGISTERED_BYTES = 64 << 20
 """From this size on, pinned memory is ordinary memory that is registered: torch's pinned allocator rounds up to the next power
 of two, which may be twice of a pool for swapping, and keeps what it gets."""
@@ -99,11 +106,18 @@ class CudaRuntime:
 
     def empty_cache(self) -> None:
         """Give what nobody uses back to the driver."""
-        # cuBLAS keeps a workspace for every stream that it has run on, and each start makes new streams.
+        torch.cuda.empty_cache()
+
+    def forget_workspaces(self) -> None:
+        """Drop what cuBLAS keeps for every stream that it has run on. Graphs that ran matrix products hold its addresses."""
         clear: Any = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
         if clear is not None:
             clear()
-        torch.cuda.empty_cache()
+
+    def end_capture(self, pool: Any) -> None:
+        """Where CUDA broke a capture off, torch leaves its allocator in it."""
+        with contextlib.suppress(Exception):  # it had ended
+            torch._C._cuda_endAllocateToPool(self.index, pool)  # type: ignore[attr-defined]
 
 
 def _succeed(code: Any) -> None:
@@ -119,7 +133,8 @@ def count() -> int:
 def give_back_unused() -> None:
     """Give memory that no tensor uses back to the driver, if this process has used a GPU at all."""
     if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+        with _alone, contextlib.suppress(RuntimeError):  # a device that is lost gives nothing back
+            torch.cuda.empty_cache()
 
 
 class CudaStream(Stream):
@@ -196,11 +211,14 @@ class CudaDevice(Device):
         self._registered: list[torch.Tensor] = []
         self._captured: list[Any] = []
         self._pool: Any = None
+        self._pinned: list[TensorWeakRef] = []
+        _open.add(self)
 
     def attach(self) -> None:
         self.health.check_open()
         self._runtime.set_device()
-        self._runtime.empty_cache()
+        with _alone:
+            self._runtime.empty_cache()
 
     def stream(self, name: str) -> CudaStream:
         """The stream of this name, made by the first call."""
@@ -221,7 +239,10 @@ class CudaDevice(Device):
         # A tensor made in inference mode could not be written outside of it; a normal one can be written everywhere.
         with torch.inference_mode(False):
             if torch.Size(shape).numel() * dtype.itemsize < _REGISTERED_BYTES:
-                return self._runtime.pinned(shape, dtype)
+                pinned = self._runtime.pinned(shape, dtype)
+                self._pinned = [ref for ref in self._pinned if ref() is not None]
+                self._pinned.append(TensorWeakRef(pinned))
+                return pinned
             buffer = torch.zeros(shape, dtype=dtype)
         self._runtime.register(buffer)
         self._registered.append(buffer)
@@ -244,6 +265,8 @@ class CudaDevice(Device):
         return [buffer for buffer in (ref() for ref in self._buffers) if buffer is not None]
 
     def free_buffer(self, buffer: torch.Tensor) -> None:
+        if self.health.fault is not None:
+            return  # see `_keep`
         for index, registered in enumerate(self._registered):
             if registered.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
                 self._runtime.unregister(registered)
@@ -316,10 +339,11 @@ class CudaDevice(Device):
         self._inside = compute
         try:
             # The outer context puts the current stream back where a broken capture does not.
-            with torch.inference_mode(), self._runtime.on_stream(compute.raw):
+            with _alone, torch.inference_mode(), self._runtime.on_stream(compute.raw):
                 with self._runtime.capturing(graph, pool=self._pool, stream=compute.raw, mode="thread_local"):
                     fn()
         except Exception as error:
+            self._runtime.end_capture(self._pool)
             self._probe()
             self.health.check()
             raise RuntimeError(f"{key} cannot be captured: {error}") from error
@@ -335,10 +359,12 @@ class CudaDevice(Device):
         if self.health.closed:
             return
         try:
-            if self.health.fault is None:
+            if self.health.fault is None and (self._streams or self._buffers or self._registered):
                 self.synchronize()
                 self._give_back()
         finally:
+            if self.health.fault is not None:
+                self._keep()
             self.health.closed = True
             self._captured.clear()
             self._registered.clear()
@@ -351,7 +377,18 @@ class CudaDevice(Device):
         for buffer in self._living():
             super().free_buffer(buffer)
         self._buffers.clear()
-        self._runtime.empty_cache()
+        with _alone:
+            # Each start makes new streams, and cuBLAS a workspace for each.
+            if all(device is self or device.health.closed for device in list(_open)):
+                self._runtime.forget_workspaces()
+            self._runtime.empty_cache()
+
+    def _keep(self) -> None:
+        """The device is lost: its memory is never freed again. torch records an event where memory goes that a stream was
+        told of; that fails now, in a destructor, and would end the process."""
+        pinned = (tensor for tensor in (ref() for ref in self._pinned) if tensor is not None)
+        kept = [*self._living(), *pinned]
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # not even at exit
 
     def _probe(self) -> None:
         """An operation has raised: find out whether the device can still be used."""

@@ -24,7 +24,7 @@ from cbengine.execution.commit import Committer
 from cbengine.execution.graphs import GraphPaths
 from cbengine.execution.loop import LoopParts, StepLoop
 from cbengine.execution.pipeline import Pipeline, Sampler
-from cbengine.execution.sampler import sample
+from cbengine.execution.sampler import sample, warm_up
 from cbengine.execution.swapping import BlockMover
 from cbengine.models.base import ModelRunner, ModelSpec
 from cbengine.observe.counters import Counters
@@ -38,7 +38,13 @@ from cbengine.scheduling.rows import RowTable
 
 logger = logging.getLogger("cbengine")
 
-_PREFILL_CHUNK, _PREFILL_PER_DECODE = 64, 4
+_CPU_PREFILL = {
+    "prefill": 24,
+    "prefill_per_decode": 1.5,
+    "prefill_over_square": 6144,
+    "prefill_per_waiting": 16,
+    "prefill_when_waiting": 4.0,
+}
 """On a CPU, where matrix products are as fast with 64 rows as with 512: short steps cost nothing there."""
 _SCHEDULERS: dict[str, type[PassScheduler]] = {"fifo": FifoScheduler, "prefill_first": PrefillFirstScheduler}
 
@@ -114,6 +120,8 @@ def build(
         config, memory, geometry, runner, device, inbox, registry, make_detokenizer, sampler, pool, host_pool
     )
     _warm_up(config, paths, memory, parts)
+    if sampler is sample and device.torch_device.type == "cuda":
+        _try_sampler(spec, device)
     return Built(StepLoop(parts), memory, config, pool, host_pool, device)
 
 
@@ -134,6 +142,16 @@ def _plan(config: EngineConfig, runner: ModelRunner, device: Device) -> MemoryPl
     )
     logger.info("%s: %s", runner.spec.name, memory)
     return memory
+
+
+def _try_sampler(spec: ModelSpec, device: Device) -> None:
+    """Draw once in every way: kernels are compiled now, and not in front of somebody who waits for tokens."""
+    compute, done = device.stream("compute"), device.event("sampled")
+    device.launch(
+        compute, partial(warm_up, spec.vocab_size, spec.kv_dtype, device.torch_device), name="try the sampler"
+    )
+    device.record(done, compute)
+    done.synchronize()
 
 
 def _parts(
@@ -232,8 +250,7 @@ def _scheduler(
     budgets = Budgets(memory.max_batch_tokens, memory.max_requests, pages_read=pages)
     on_cpu = config.device == "cpu"
     if config.scheduler_type == "fifo" and (config.prefill_chunk or on_cpu):
-        per_decode = 0 if config.prefill_chunk else _PREFILL_PER_DECODE
-        chunk = config.prefill_chunk or _PREFILL_CHUNK
-        budgets = replace(budgets, prefill=chunk, prefill_per_decode=per_decode, attention_reach=spec.attention_reach)
+        share = {"prefill": config.prefill_chunk} if config.prefill_chunk else _CPU_PREFILL
+        budgets = replace(budgets, attention_reach=spec.attention_reach, **share)
     kind, reserve = _SCHEDULERS[config.scheduler_type], config.admission == "reserve"
     return kind(rows, cache, lifecycle, budgets, config.margin, reserve=reserve)

@@ -106,6 +106,26 @@ def _has_kernels() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def warm_up(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Have every kernel compiled that a step may need. On the compute stream, before the first request.
+
+    Logits come in the model's dtype, and in float32 where something was changed in them.
+    """
+    number, integer = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    none = integer[:0]
+    for kind in {dtype, torch.float32}:
+        logits = torch.zeros(1, vocab, dtype=kind, device=device)
+        for random, cut, min_p in (
+            (False, False, False),
+            (True, False, False),
+            (True, False, True),
+            (True, True, False),
+        ):
+            one = number + 1
+            inputs = SamplingInputs(number + random, integer, one, number, number, none, none, random, cut, cut, min_p)
+            sample(logits, inputs)
+
+
 def _on_gpu(logits: Tensor) -> bool:
     """Whether our Triton kernels can sample."""
     return logits.device.type == "cuda" and _has_kernels()

@@ -290,18 +290,20 @@ class TransformersRunner:
         before, self._before = self._before, None
         if before is None:
             return
-        if self._fused is not None and self._fused.release():
-            self._fused = None
-        if self._compiled is not None:
-            self._compiled.release()
-            self._compiled = None
-        for config, implementation in before.implementations:
-            setattr(config, _INTERNAL, implementation)
-        for module in before.training:
-            module.training = True
-        with _bind_lock:
-            for module in self._modules:
-                delattr(module, _LAYER)
+        try:
+            if self._fused is not None and self._fused.release():
+                self._fused = None
+            if self._compiled is not None:
+                self._compiled.release()
+                self._compiled = None
+        finally:  # a device that is lost gives no weights back
+            for config, implementation in before.implementations:
+                setattr(config, _INTERNAL, implementation)
+            for module in before.training:
+                module.training = True
+            with _bind_lock:
+                for module in self._modules:
+                    delattr(module, _LAYER)
 
     def _configs(self) -> list[Any]:
         """The distinct configs that say which attention function the text model's modules call."""

@@ -95,7 +95,7 @@ class FusedGpu:
         for group, backend in enumerate(self._backends):
             step = inputs.of_group(group)
             backend.begin(step, self._page_size)
-            slots.append(kv_slots(step, self._page_size))
+            slots.append(getattr(backend, "slots", None) or kv_slots(step, self._page_size))
         x = F.embedding(inputs.token_ids, self._embedding)
         if self._scale != 1.0:
             x = x * self._scale

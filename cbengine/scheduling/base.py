@@ -22,16 +22,24 @@ class Budgets:
     """Pages that one forward can read, over all its requests (their block tables have to fit the step's workspace)."""
     prefill: int | None = None
     """Prompt tokens of a step that others decode in. None: as many as there is room for."""
-    prefill_per_decode: int = 0
+    prefill_per_decode: float = 0
     """At least as many for each that decodes, so that a crowd of decoders does not starve the prompts."""
+    prefill_over_square: int = 0
+    """At least so many divided by the square of those who decode: a newcomer need not wait for few."""
+    prefill_per_waiting: int = 0
+    """And so many for each that waits to be let in,"""
+    prefill_when_waiting: float = 0
+    """but no more than so many for each that decodes: while many wait, it is all of them who matter."""
     attention_reach: int | None = None
     """Context at which a token costs twice what it costs without any: a token of a prompt counts 1 + context / reach."""
 
-    def prefill_share(self, decodes: int) -> float:
+    def prefill_share(self, decodes: int, waiting: int = 0) -> float:
         """Prompt tokens (without context) that a step with so many decoding rows may compute."""
         if self.prefill is None or not decodes:
             return math.inf
-        return max(self.prefill, self.prefill_per_decode * decodes)
+        few, many = self.prefill_over_square / decodes**2, self.prefill_per_decode * decodes
+        crowd = min(self.prefill_per_waiting * waiting, self.prefill_when_waiting * decodes)
+        return max(self.prefill, few, many, crowd)
 
     def cost(self, start: int) -> float:
         """What a prompt's token at this position counts."""

@@ -110,7 +110,7 @@ class PassScheduler(Scheduler):
             self._decode_rows = np.fromiter((r.row for r in self._decoding), np.int64, len(self._decoding))
         # Taken before any pass: a request whose last chunk is planned now decodes in the next step at the earliest.
         self._decodable = self._decode_rows
-        self._prefill_left = self._budgets.prefill_share(len(self._decodable))
+        self._prefill_left = self._budgets.prefill_share(len(self._decodable), len(self._queue))
         for fill in self.passes():
             fill()
         if not self._plan and self._lifecycle.launched == self._lifecycle.committed:

@@ -89,7 +89,7 @@ async def _measure(engine: AsyncEngine, rounds: int, requests: int, record: Reco
     return growth
 
 
-@aio("asyncio", "uvloop")
+@aio("uvloop")
 async def test_two_thousand_tiny_requests(record_property: Record) -> None:
     async with running(FakeModel(), num_blocks=400, max_batch_tokens=128, max_requests_per_batch=CLIENTS) as engine:
         await _measure(engine, 5, 400, record_property)

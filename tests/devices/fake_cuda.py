@@ -118,6 +118,10 @@ class FakeCuda(CudaRuntime):
     current_device: int = 0
     cached: int = 0
     """Calls of `empty_cache`."""
+    forgotten: int = 0
+    """Calls of `forget_workspaces`."""
+    broken_off: list[Any] = field(default_factory=list)
+    """Pools of captures that broke."""
 
     def __post_init__(self) -> None:
         super().__init__(self.index)
@@ -225,6 +229,12 @@ class FakeCuda(CudaRuntime):
 
     def empty_cache(self) -> None:
         self.cached += 1
+
+    def forget_workspaces(self) -> None:
+        self.forgotten += 1
+
+    def end_capture(self, pool: Any) -> None:
+        self.broken_off.append(pool)
 
 
 def in_order(log: list[Entry], *wanted: Callable[[Entry], bool]) -> bool:

@@ -88,7 +88,9 @@ def test_gemma_far_past_its_window(gemma: TransformersRunner, long_text: list[in
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("space", [0.0, 0.2], ids=["recomputed", "swapped"])
+@pytest.mark.parametrize(
+    "space", [pytest.param(0.0, id="recomputed", marks=pytest.mark.slow), pytest.param(0.2, id="swapped")]
+)
 def test_gemma_preempted(gemma: TransformersRunner, long_text: list[int], space: float) -> None:
     """Somebody has to give way, and goes on as if nothing had been."""
     prompts = [long_text[:514], long_text[100:160], long_text[300:360]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 
@@ -57,10 +58,10 @@ class Desk:
         pages_read: int | None = None,
         margin: float = 0.0,
         depth: int = 2,
-        **prefill: int,
+        **prefill: float,
     ) -> None:
         geometry = CacheGeometry.of(FakeModel().spec, PAGE)
-        self.budgets = Budgets(tokens, requests, pages_read or blocks, **prefill)
+        self.budgets = Budgets(tokens, requests, pages_read or blocks, **cast("dict[str, Any]", prefill))
         self.rows = RowTable(2 * requests, MAX_LEN)
         self.cache = CacheManager(geometry, blocks, 2 * requests + 1, MAX_LEN)
         self.lifecycle = Lifecycle(self.rows, self.cache)

@@ -9,16 +9,10 @@ from cbengine.testing import FakeModel
 from tests.scheduling.desk import Desk
 
 
-def chunks(desk: Desk) -> list[tuple[int, int, int]]:
-    """Of the next step: decoding rows, chunks, prompt tokens."""
-    plan = desk.plan()
-    return [(plan.num_decodes, len(plan.chunks), sum(chunk.count for chunk in plan.chunks))]
-
-
 def test_alone_a_prompt_takes_the_whole_step() -> None:
     desk = Desk(tokens=64, blocks=128, prefill=8)
     desk.add(100, 2)
-    assert chunks(desk) == [(0, 1, 64)]
+    assert [chunk.count for chunk in desk.plan().chunks] == [64]
 
 
 def test_beside_decoders_it_is_cut_finer() -> None:
@@ -60,6 +54,32 @@ def test_many_decoders_put_up_with_more() -> None:
     assert (plan.num_decodes, [chunk.count for chunk in plan.chunks]) == (5, [15])
 
 
+def test_few_decoders_make_way() -> None:
+    """Two are held up, so the newcomer takes what it needs; the more of them, the less."""
+    desk = Desk(tokens=64, blocks=256, requests=8, prefill=2, prefill_over_square=160)
+    for decodes in (2, 4):
+        while desk.scheduler.num_running < decodes:
+            desk.add(3, 60)
+            desk.plan()
+        long = desk.add(100, 2)
+        plan = desk.plan()
+        assert [chunk.count for chunk in plan.chunks] == [160 // decodes**2]
+        desk.end(long)
+
+
+def test_the_more_wait_the_more_is_let_in() -> None:
+    counts = []
+    for waiting in (1, 3, 9):
+        desk = Desk(tokens=64, blocks=256, requests=16, prefill=2, prefill_per_waiting=4, prefill_when_waiting=5.0)
+        for _ in range(4):
+            desk.add(3, 60)
+        desk.plan()
+        for _ in range(waiting):
+            desk.add(40, 2)
+        counts.append(sum(chunk.count for chunk in desk.plan().chunks))
+    assert counts == [4, 12, 20]
+
+
 def test_a_long_context_counts() -> None:
     """The further into a prompt, the fewer of its tokens: each attends to all before it."""
     desk = Desk(tokens=64, blocks=128, prefill=32, attention_reach=16)
@@ -84,7 +104,5 @@ def test_the_reach_of_a_model(window: int | None) -> None:
 
     layer = LayerSpec("full_attention", 3, 64)
     other = LayerSpec("sliding_attention" if window else "full_attention", 3, 64, window)
-    spec = replace(
-        FakeModel().spec, layers=(layer, other), num_heads=9, hidden_size=576, intermediate_size=1536
-    )
+    spec = replace(FakeModel().spec, layers=(layer, other), num_heads=9, hidden_size=576, intermediate_size=1536)
     assert spec.attention_reach == (3072 if window is None else 6144)

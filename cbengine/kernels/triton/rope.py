@@ -54,7 +54,7 @@ def kv_slots_reference(inputs: StepInputs, page_size: int) -> tuple[Tensor, Tens
 # What varies from step to step must not select another compiled kernel, which would then be compiled under load.
 @triton.jit(
     do_not_specialize=["tokens", "seqs", "width", "table_stride"],
-    do_not_specialize_on_alignment=["starts_ptr", "positions_ptr", "tables_ptr"],
+    do_not_specialize_on_alignment=["starts_ptr", "positions_ptr", "tables_ptr", "offsets_ptr"],
 )
 def _slots_kernel(
     starts_ptr,
@@ -193,7 +193,7 @@ def _turned(a, b, cos_ptr, sin_ptr, at, in_half, HALF: tl.constexpr, ROUND: tl.c
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["blocks_ptr", "offsets_ptr"])
 def _rope_kernel(
     qkv_ptr, cos_ptr, sin_ptr, query_norm_ptr, key_norm_ptr, query_ptr, key_ptr, value_ptr, blocks_ptr, offsets_ptr,
     qkv_stride, angle_stride, block_stride, page_stride, head_stride, query_eps, key_eps, clip,
