@@ -91,7 +91,8 @@ class EngineConfig:
     prefill_chunk: int | None = None
     """Most prompt tokens in a step that others decode in, the longer their context the fewer: it bounds how much a newcomer's
     prompt stretches the time between their tokens. For "fifo"; a step without decoding requests takes `max_batch_tokens`.
-    Default: on a CPU 64, or four for each that decodes if that is more; elsewhere `max_batch_tokens`."""
+    Default: elsewhere than on a CPU `max_batch_tokens`; there it goes by who is held up and who waits: a whole prompt beside
+    one or two that decode, 24 tokens beside sixteen, 1.5 for each in a crowd, up to 4 for each while many wait to be let in."""
     max_requests_per_batch: int | None = None
     """Requests in one step. Default: 1,024, on a CPU 256. Never more than `max_batch_tokens`."""
     scheduler_type: str = "fifo"

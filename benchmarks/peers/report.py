@@ -154,5 +154,6 @@ def plot(result: dict[str, Any], path: Path) -> None:
         axes.grid(axis="x", which="both", alpha=0.3)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=max(1, len(peers)))
-    figure.suptitle(f"{Path(result['model']).name}, {result['threads']} threads: median, lowest and highest round")
+    title = f"{Path(result['model']).name}, {result['threads']} threads\nmedian, lowest and highest round"
+    figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=150)

@@ -24,7 +24,9 @@ def renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(name: str, **changes: str) -> Any:
         text = SOURCE.replace("Llama", name)
-        text = text.replace("from ...", "from transformers.").replace("from .config", "from transformers.models.llama.config")
+        text = text.replace("from ...", "from transformers.").replace(
+            "from .config", "from transformers.models.llama.config"
+        )
         text = text.replace(f"{name}Config", "LlamaConfig")
         for old, new in changes.items():
             assert CHANGES[old] in text
