@@ -24,7 +24,7 @@ from cbengine.execution.commit import Committer
 from cbengine.execution.graphs import GraphPaths
 from cbengine.execution.loop import LoopParts, StepLoop
 from cbengine.execution.pipeline import Pipeline, Sampler
-from cbengine.execution.sampler import sample, warm_up
+from cbengine.execution.sampler import has_kernels_for, sample, warm_up
 from cbengine.execution.swapping import BlockMover
 from cbengine.models.base import ModelRunner, ModelSpec
 from cbengine.observe.counters import Counters
@@ -112,16 +112,14 @@ def build(
         compile.warm_up(runner, device)
     paths = GraphPaths.of(config, device, runner)
     config = config.merged({"use_cuda_graph": (paths.varlen, paths.decode)})
-    if config.allow_block_sharing and any(group.window is not None for group in geometry.groups):
-        logger.info("%s: no prefix cache, because it has layers with a sliding window", spec.name)
+    _say_what_is_off(config, geometry, spec.name)
     host_chunks = swap_chunks(config, geometry)
     host_pool = device.host_buffer((host_chunks * geometry.chunk_bytes,), torch.uint8) if host_chunks else None
     parts = _parts(
         config, memory, geometry, runner, device, inbox, registry, make_detokenizer, sampler, pool, host_pool
     )
     _warm_up(config, paths, memory, parts)
-    if sampler is sample and device.torch_device.type == "cuda":
-        _try_sampler(spec, device)
+    _try_sampler(spec, device, sampler)
     return Built(StepLoop(parts), memory, config, pool, host_pool, device)
 
 
@@ -144,12 +142,20 @@ def _plan(config: EngineConfig, runner: ModelRunner, device: Device) -> MemoryPl
     return memory
 
 
-def _try_sampler(spec: ModelSpec, device: Device) -> None:
-    """Draw once in every way: kernels are compiled now, and not in front of somebody who waits for tokens."""
+def _say_what_is_off(config: EngineConfig, geometry: CacheGeometry, name: str) -> None:
+    if config.allow_block_sharing and any(group.window is not None for group in geometry.groups):
+        logger.info("%s: no prefix cache, because it has layers with a sliding window", name)
+
+
+def _try_sampler(spec: ModelSpec, device: Device, sampler: Sampler) -> None:
+    """Kernels that draw are compiled now, and not in front of somebody who waits for tokens."""
+    if sampler is not sample or device.torch_device.type == "cpu":
+        return
+    numbers = device.device_buffer((1,), torch.float32)
+    if not has_kernels_for(numbers):
+        return
     compute, done = device.stream("compute"), device.event("sampled")
-    device.launch(
-        compute, partial(warm_up, spec.vocab_size, spec.kv_dtype, device.torch_device), name="try the sampler"
-    )
+    device.launch(compute, partial(warm_up, spec.vocab_size, spec.kv_dtype, numbers), name="try the sampler")
     device.record(done, compute)
     done.synchronize()
 

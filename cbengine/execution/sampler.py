@@ -64,7 +64,7 @@ def sample(logits: Tensor, s: SamplingInputs) -> Tensor:
     Returns:
         int32 [N] in [0, V). Greedy rows: the lowest index of the largest logit that is not banned, as `torch.argmax`.
     """
-    if _on_gpu(logits):
+    if has_kernels_for(logits):
         return _sample_fused(logits, s)
     if not s.any_random and s.banned_rows.numel() == 0:
         return _argmax(logits).to(torch.int32)
@@ -106,27 +106,31 @@ def _has_kernels() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def warm_up(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Have every kernel compiled that a step may need. On the compute stream, before the first request.
+def warm_up(vocab: int, dtype: torch.dtype, numbers: Tensor) -> None:
+    """Draw once in every way, so that whatever has to be compiled for it is. On the compute stream.
 
-    Logits come in the model's dtype, and in float32 where something was changed in them.
+    Args:
+        dtype: of the model's logits. Where something was changed in them, they come in float32.
+        numbers: float32 [1], zero, on the device.
     """
-    number, integer = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    none = integer[:0]
+    integers = numbers.to(torch.int32)
+    one, none = numbers + 1, integers[:0]
     for kind in {dtype, torch.float32}:
-        logits = torch.zeros(1, vocab, dtype=kind, device=device)
+        logits = numbers.new_zeros(1, vocab, dtype=kind)
         for random, cut, min_p in (
             (False, False, False),
             (True, False, False),
             (True, False, True),
             (True, True, False),
         ):
-            one = number + 1
-            inputs = SamplingInputs(number + random, integer, one, number, number, none, none, random, cut, cut, min_p)
-            sample(logits, inputs)
+            temperature = one if random else numbers
+            sample(
+                logits,
+                SamplingInputs(temperature, integers, one, numbers, numbers, none, none, random, cut, cut, min_p),
+            )
 
 
-def _on_gpu(logits: Tensor) -> bool:
+def has_kernels_for(logits: Tensor) -> bool:
     """Whether our Triton kernels can sample."""
     return logits.device.type == "cuda" and _has_kernels()
 

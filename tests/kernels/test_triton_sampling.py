@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cbengine.execution.sampler import _on_gpu, _sample_fused, sample
+from cbengine.execution.sampler import _sample_fused, has_kernels_for, sample
 from tests.sampling.rows import GREEDY, LAST_UNIFORM, Row, inputs
 
 VOCAB = 2100  # three blocks, the last of them partly filled
@@ -71,4 +71,4 @@ def test_a_row_does_not_know_its_neighbours() -> None:
 
 def test_no_rows_and_no_gpu() -> None:
     assert _sample_fused(torch.zeros(0, VOCAB), inputs([])).shape == (0,)
-    assert not _on_gpu(torch.zeros(1, VOCAB))
+    assert not has_kernels_for(torch.zeros(1, VOCAB))

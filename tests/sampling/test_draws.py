@@ -10,7 +10,7 @@ import torch
 
 from cbengine.execution import sampler
 from cbengine.execution.noise import uniforms
-from cbengine.execution.sampler import distribution, sample
+from cbengine.execution.sampler import distribution, sample, warm_up
 from tests.sampling.rows import GREEDY, LAST_UNIFORM, Row, inputs
 
 
@@ -187,3 +187,8 @@ def test_the_global_generator_is_not_touched() -> None:
     before = torch.random.get_rng_state()
     sample(torch.randn(2, 100, generator=torch.Generator()), inputs([Row(), Row(0.7, 5, 0.9, 0.1)]))
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_drawing_once_in_every_way(dtype: torch.dtype) -> None:
+    warm_up(300, dtype, torch.zeros(1))
