@@ -82,6 +82,7 @@ def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
         main([])
 
 
+@pytest.mark.slow
 def test_demo_answers_in_a_pipe(smollm2: Path) -> None:
     command = [*COMMAND, "demo", str(smollm2), "--temperature", "0", "--max-new-tokens", "24"]
     command += ["--prompt", "What is the capital of France?", "--prompt", "Explain what rain is to a child."]

@@ -38,7 +38,8 @@ def _run(device: Device, seed: int, stop: str = "", **overrides: object) -> Witn
 @pytest.mark.parametrize("stop", ["", "hard", "drain"])
 @pytest.mark.parametrize("scheduler", ["fifo", "prefill_first"])
 def test_the_invariants_hold(scheduler: str, stop: str) -> None:
-    runs = [_run(SimDevice(seed, memory=MEMORY), seed, stop, scheduler_type=scheduler) for seed in SEEDS]
+    seeds = SEEDS[::2] if stop == "drain" else SEEDS
+    runs = [_run(SimDevice(seed, memory=MEMORY), seed, stop, scheduler_type=scheduler) for seed in seeds]
     # The workload gets to the places that matter.
     assert sum(run.speculated for run in runs) > 50
     assert sum(run.parts.lifecycle.preemptions for run in runs) > 5
