@@ -55,6 +55,12 @@ class Event(ABC):
     def query(self) -> bool:
         """True if `synchronize()` would not block."""
 
+    def wait_until(self, deadline: float) -> None:
+        """Sleep until the mark is reached, or until `deadline` (`time.perf_counter()`). Raises nothing.
+
+        A device that cannot sleep on it returns at once: whoever calls this only wants to be early, not sure.
+        """
+
 
 class Device(ABC):
     """Memory, streams and events of one device."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
@@ -78,6 +79,12 @@ class _Mark:
         if not self.reached:
             with self.condition:
                 self.condition.wait_for(lambda: self.reached)
+
+    def wait_until(self, deadline: float) -> None:
+        """Any thread."""
+        if not self.reached:
+            with self.condition:
+                self.condition.wait_for(lambda: self.reached, max(0.0, deadline - time.perf_counter()))
 
 
 @dataclass(slots=True)
@@ -161,6 +168,11 @@ class ThreadedEvent(Event):
 
     def query(self) -> bool:
         return self.mark is None or self.mark.reached
+
+    def wait_until(self, deadline: float) -> None:
+        mark = self.mark
+        if mark is not None:
+            mark.wait_until(deadline)
 
 
 class ThreadedDevice(HostDevice):

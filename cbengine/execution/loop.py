@@ -21,6 +21,7 @@ from cbengine.errors import EngineStoppedError, RequestFailedError
 from cbengine.execution.batch import BatchFiller
 from cbengine.execution.commit import Committer, failure
 from cbengine.execution.deadlines import Deadlines, timeout_error
+from cbengine.execution.forecast import Forecast
 from cbengine.execution.pipeline import Launched, Pipeline
 from cbengine.execution.slots import SlotState
 from cbengine.observe.counters import Counters
@@ -72,6 +73,7 @@ class StepLoop:
         self._draining = False
         self._stopping = False
         self._committed_at = 0.0
+        self._forecast = Forecast()
         self._timeline: Timeline | None = None
 
     @property
@@ -124,6 +126,7 @@ class StepLoop:
     def turn(self) -> bool:
         """One cycle. False if there was nothing to do, so that only a command can bring more."""
         parts, timeline = self.parts, self._timeline
+        self._bide()
         start = time.perf_counter()
         while (command := parts.inbox.take()) is not None:
             self._handle(command)
@@ -252,6 +255,24 @@ class StepLoop:
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
+    def _bide(self) -> None:
+        """While a step runs and none is behind it: let others come, until the next one has to be planned.
+
+        Only where one who comes now would be in the next step."""
+        parts = self.parts
+        if parts.pipeline.num_in_flight != 1 or parts.pipeline.full or self._pauses or self._stopping:
+            return
+        if parts.scheduler.num_waiting or not parts.rows.num_free:
+            return
+        running, start = parts.pipeline.oldest(), time.perf_counter()
+        decodes = running.filled.plan.num_decodes
+        wait = self._forecast.wait(decodes, running.filled.num_tokens - decodes)
+        began = max(self._committed_at, running.at)
+        if wait and began + wait > start:
+            parts.pipeline.doze(began + wait)
+            if self._timeline is not None:
+                self._timeline.add("bide", start)
+
     def _launch(self) -> bool:
         """Prepare and launch the next step. False if there is none, or no slot for it."""
         parts = self.parts
@@ -275,6 +296,7 @@ class StepLoop:
         parts.pipeline.launch(parts.lifecycle.step_launched(), slot, filled)
         end = time.perf_counter()
         parts.counters.launched(end - start)
+        self._forecast.launched(end - planning)
         if timeline is not None:
             timeline.add("fill", start, filled_at)
             timeline.add("launch", filled_at, end)
@@ -306,11 +328,14 @@ class StepLoop:
             timeline.add("commit", start)
 
     def _measure(self, launched: Launched) -> None:
-        """How fast prompts are computed, against which swapping is weighed: steps that are mostly prompt tell."""
+        """How long steps take: for the forecast, and for weighing swapping against computing again, for which those that
+        are mostly prompt tell."""
         now, swap, filled = time.perf_counter(), self.parts.cache.swap, launched.filled
         decodes, tokens = filled.plan.num_decodes, filled.num_tokens
+        seconds = now - max(self._committed_at, launched.at)
+        self._forecast.saw(decodes, tokens - decodes, seconds)
         if swap is not None and tokens >= 2 * decodes + 8:
-            swap.costs.computed(tokens, now - max(self._committed_at, launched.at))
+            swap.costs.computed(tokens, seconds)
         self._committed_at = now
 
     def _unstick(self) -> bool:

@@ -222,6 +222,12 @@ class Pipeline:
     def oldest(self) -> Launched:
         return self._in_flight[0]
 
+    def doze(self, deadline: float) -> None:
+        """Sleep until the oldest step is through, or until `deadline` (`time.perf_counter()`). May return early."""
+        launched = self._in_flight[0]
+        if launched.error is None:
+            launched.slot.done.wait_until(deadline)
+
     def wait(self) -> np.ndarray:
         """Wait for the oldest step; returns its outputs, int32 [out_words]. Its slot is FREE afterwards.
 

@@ -6,7 +6,8 @@
         x += after_mlp(down(activation(gate(before_mlp(x))) * up(before_mlp(x))))
     logits = cap(head(norm(x[sampled])))
 
-where each of the four norms of a layer may be missing, and queries and keys may have a norm of their own.
+(after the last attention, all of it for the sampled tokens alone), where each of the four norms of a layer may be missing,
+and queries and keys may have a norm of their own.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _i32, _i64, _f32, _ptr = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.
 F32, BF16, F16, CODES4, CODES8, CODES8_SHORT, INT8 = 0, 1, 2, 3, 4, 5, 6
 WHOLE, GATE, UP = 0, 1, 2
 STORE, ADD, GATED = 0, 1, 2
-EMBED, NORM, PRODUCT, ROPE, ATTEND, QUANTIZE = 0, 1, 2, 3, 4, 5
+EMBED, NORM, PRODUCT, ROPE, ATTEND, QUANTIZE, PICK = 0, 1, 2, 3, 4, 5, 6
 TOKENS, SAMPLES = 0, 1
 RMS, LAYER = 0, 1
 ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "relu": 3}
@@ -81,7 +81,7 @@ class Norm(ctypes.Structure):
         *((name, _ptr) for name in ("weight", "bias")),
         *(("integers", _ptr), ("integers_stride", _i64)),
         ("eps", _f32),
-        *((name, _i32) for name in ("kind", "add", "gather")),
+        *((name, _i32) for name in ("kind", "add")),
     ]
 
 
@@ -118,10 +118,16 @@ class Quantize(ctypes.Structure):
     _fields_ = [("x", _ptr), ("out", _ptr), *((name, _i64) for name in ("x_stride", "out_stride", "depth"))]
 
 
+class Pick(ctypes.Structure):
+    """cpu/rows.h"""
+
+    _fields_ = [("x", _ptr), ("out", _ptr), *((name, _i64) for name in ("x_stride", "out_stride", "width"))]
+
+
 class _AnyOperation(ctypes.Union):
     _fields_ = [
         *(("embed", Embed), ("norm", Norm), ("product", Product), ("rope", Rope), ("attend", Attend)),
-        ("quantize", Quantize),
+        *(("quantize", Quantize), ("pick", Pick)),
     ]
 
 
@@ -134,7 +140,7 @@ class Operation(ctypes.Structure):
 
 _STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     *(Matrix, Batch, Embed, Norm, Product, Rope, Attend),
-    *(Quantize, Operation),
+    *(Quantize, Pick, Operation),
 )
 
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {

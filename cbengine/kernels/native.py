@@ -127,54 +127,68 @@ class NativeDecoder:
         }
         self._buffers, self._tokens = {}, 0  # the old ones go before the new ones come
         self._buffers = {name: torch.zeros(tokens, width) for name, width in widths.items()}
-        depths = {"normed": self._hidden, "x": self._hidden, "last": self._hidden}
-        depths |= {"attended": first.out.depth, "gated": first.down.depth}
+        depths = {"normed": self._hidden, "x": self._hidden, "attended": first.out.depth, "gated": first.down.depth}
         self._integers = {
             name: torch.zeros(tokens, self._library.row_words(depth), dtype=torch.int32)
             for name, depth in depths.items()
             if self._head.int8
         }
+        if self._integers:  # what the sampled rows are picked into
+            self._integers |= {"last": self._integers["x"], "qkv": self._integers["attended"]}
         self._tokens = tokens
         self._norms.clear()
         operations = [self._embed()]
-        for layer, packed, kv in zip(self._decoder.layers, self._layers, self._kv, strict=True):
-            operations += self._layer(layer, packed, kv)
-        operations.append(self._norm(self._decoder.norm, "x", "last", gather=True))
-        operations.append(self._product(self._head, "last", None, cap=self._decoder.head_cap))
-        operations[-1].rows_of = operations[-2].rows_of = lib.SAMPLES
+        layers = list(zip(self._decoder.layers, self._layers, self._kv, strict=True))
+        for layer, packed, kv in layers[:-1]:
+            operations += self._attention(layer, packed, kv) + self._after_attention(layer, packed)
+        operations += self._attention(*layers[-1])
+        operations += self._of_samples(*layers[-1][:2])
         self._operations = (lib.Operation * len(operations))(*operations)
         self._point_to_tables()
 
-    def _layer(self, layer: Layer, packed: _PackedLayer, kv: tuple[torch.Tensor, torch.Tensor]) -> list[lib.Operation]:
-        operations = []
+    def _attention(
+        self, layer: Layer, packed: _PackedLayer, kv: tuple[torch.Tensor, torch.Tensor]
+    ) -> list[lib.Operation]:
+        """attended = attention(rope(clip(qkv(before_attention(x)))))"""
+        source, operations = self._before(layer.before_attention, "x")
+        operations.append(self._product(packed.qkv, source, "qkv"))
+        return [*operations, self._rope(layer, kv), self._attend(layer, kv)]
 
-        def around(before: Norm | None, after: Norm | None, inner: Callable[[str, str, bool], None]) -> None:
-            """x += after(inner(before(x)))"""
-            source = "x"
-            if before is not None:
-                source = "normed"
-                operations.append(self._norm(before, "x", source))
-            else:
-                operations.extend(self._quantized("x", self._hidden))
-            inner(source, "x" if after is None else "product", after is None)
-            if after is not None:
-                operations.append(self._norm(after, "product", "x", add=True))
+    def _after_attention(
+        self, layer: Layer, packed: _PackedLayer, x: str = "x", attended: str = "attended"
+    ) -> list[lib.Operation]:
+        """The rest of the layer: x += after_attention(out(attended)), then x += after_mlp(mlp(before_mlp(x)))"""
+        operations = self._quantized(attended, packed.out.depth)
+        operations += self._add(packed.out, attended, x, layer.after_attention)
+        source, before = self._before(layer.before_mlp, x)
+        operations += before
+        operations.append(self._product(packed.gate_up, source, "gated", activation=layer.activation.value))
+        operations += self._quantized("gated", packed.down.depth)
+        return operations + self._add(packed.down, "gated", x, layer.after_mlp)
 
-        def attention(source: str, target: str, add: bool) -> None:
-            operations.append(self._product(packed.qkv, source, "qkv"))
-            operations.append(self._rope(layer, kv))
-            operations.append(self._attend(layer, kv))
-            operations.extend(self._quantized("attended", packed.out.depth))
-            operations.append(self._product(packed.out, "attended", target, add=add))
-
-        def mlp(source: str, target: str, add: bool) -> None:
-            operations.append(self._product(packed.gate_up, source, "gated", activation=layer.activation.value))
-            operations.extend(self._quantized("gated", packed.down.depth))
-            operations.append(self._product(packed.down, "gated", target, add=add))
-
-        around(layer.before_attention, layer.after_attention, attention)
-        around(layer.before_mlp, layer.after_mlp, mlp)
+    def _of_samples(self, layer: Layer, packed: _PackedLayer) -> list[lib.Operation]:
+        """What is left after the last attention: nobody asks for more than the logits of the sampled tokens, so from here on
+        it is computed for those alone (of a prompt, for its last one). Their rows are picked into buffers that are free."""
+        width = packed.out.depth
+        operations = [self._pick("attended", "qkv", width), self._pick("x", "last", self._hidden)]
+        operations += self._after_attention(layer, packed, "last", "qkv")
+        operations.append(self._norm(self._decoder.norm, "last", "normed"))
+        operations.append(self._product(self._head, "normed", None, cap=self._decoder.head_cap))
+        for operation in operations:
+            operation.rows_of = lib.SAMPLES
         return operations
+
+    def _before(self, norm: Norm | None, x: str) -> tuple[str, list[lib.Operation]]:
+        """The buffer that a product reads norm(x) from, and what puts it there."""
+        if norm is None:
+            return x, self._quantized(x, self._hidden)
+        return "normed", [self._norm(norm, x, "normed")]
+
+    def _add(self, matrix: PackedMatrix, source: str, x: str, after: Norm | None) -> list[lib.Operation]:
+        """x += after(source times the matrix)"""
+        if after is None:
+            return [self._product(matrix, source, x, add=True)]
+        return [self._product(matrix, source, "product"), self._norm(after, "product", x, add=True)]
 
     def _embed(self) -> lib.Operation:
         out, table = self._buffers["x"], self._embedding
@@ -188,7 +202,7 @@ class NativeDecoder:
         )
         return lib.Operation(kind=lib.EMBED, embed=embed)
 
-    def _norm(self, norm: Norm, source: str, target: str, *, add: bool = False, gather: bool = False) -> lib.Operation:
+    def _norm(self, norm: Norm, source: str, target: str, *, add: bool = False) -> lib.Operation:
         x, out, integers = self._buffers[source], self._buffers[target], self._integers.get(target)
         structure = lib.Norm(
             x=x.data_ptr(),
@@ -203,9 +217,14 @@ class NativeDecoder:
             eps=norm.eps,
             kind=lib.LAYER if norm.kind is NormKind.LAYER else lib.RMS,
             add=add,
-            gather=gather,
         )
         return lib.Operation(kind=lib.NORM, norm=structure)
+
+    def _pick(self, source: str, target: str, width: int) -> lib.Operation:
+        """The sampled tokens' rows of one buffer, from the first row of another on."""
+        x, out = self._buffers[source], self._buffers[target]
+        pick = lib.Pick(x.data_ptr(), out.data_ptr(), x.stride(0), out.stride(0), width)
+        return lib.Operation(kind=lib.PICK, pick=pick)
 
     def _quantized(self, source: str, depth: int) -> list[lib.Operation]:
         """What makes a buffer fit for a product, if anything: its rows as integers. A norm does that itself."""

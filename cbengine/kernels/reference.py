@@ -164,14 +164,16 @@ class TorchDecoder:
         tables = [tuple(t[positions] for t in both) for both in self._rotary.tables]
         for index, (layer, (qkv, out, gate_up, down)) in enumerate(zip(d.layers, self._layers, strict=True)):
             y = x if layer.before_attention is None else norm(x, layer.before_attention)
-            y = out(self._attention(index, layer, qkv(y), tables[layer.attention.table], attend))
+            y = self._attention(index, layer, qkv(y), tables[layer.attention.table], attend)
+            if index == len(d.layers) - 1:  # nobody asks for more than the logits of these
+                x, y = (t[inputs.sample_index.long()] for t in (x, y))
+            y = out(y)
             x = x + (y if layer.after_attention is None else norm(y, layer.after_attention))
             y = x if layer.before_mlp is None else norm(x, layer.before_mlp)
             gate, up = gate_up(y).chunk(2, dim=-1)
             y = down(_ACTIVATIONS[layer.activation](gate) * up)
             x = x + (y if layer.after_mlp is None else norm(y, layer.after_mlp))
-        last = norm(x[inputs.sample_index.long()], d.norm)
-        return soft_cap(self._head(last), d.head_cap)
+        return soft_cap(self._head(norm(x, d.norm)), d.head_cap)
 
     def _attention(
         self, index: int, layer: Layer, qkv: torch.Tensor, table: tuple[torch.Tensor, ...], attend: Attend

@@ -45,6 +45,29 @@ def test_the_host_goes_on_while_an_operation_runs(device: ThreadedDevice) -> Non
     done.synchronize()
 
 
+def test_sleeping_until_a_deadline_or_the_mark(device: ThreadedDevice) -> None:
+    stream, done, gate = device.stream("compute"), device.event(), threading.Event()
+    done.wait_until(time.perf_counter() + _LONG)  # never recorded
+    device.launch(stream, lambda: _wait(gate))
+    device.record(done, stream)
+    deadline = time.perf_counter() + 0.01
+    done.wait_until(deadline)
+    assert time.perf_counter() >= deadline and not done.query()
+    done.wait_until(deadline)  # in the past
+    threading.Timer(0.01, gate.set).start()
+    done.wait_until(time.perf_counter() + 10 * _LONG)  # would exceed the test's own timeout
+    assert done.query()
+
+
+def test_what_broke_is_not_raised_by_sleeping(device: ThreadedDevice) -> None:
+    stream, done = device.stream("compute"), device.event()
+    device.launch(stream, lambda: 1 // 0)
+    device.record(done, stream)
+    done.wait_until(time.perf_counter() + _LONG)
+    with pytest.raises(ZeroDivisionError):
+        done.synchronize()
+
+
 def test_two_streams_run_at_the_same_time(device: ThreadedDevice) -> None:
     meet = threading.Barrier(2, timeout=_LONG)
     events = [device.event(), device.event()]

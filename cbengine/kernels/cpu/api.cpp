@@ -16,7 +16,8 @@ enum Kind : int32_t {
   KIND_PRODUCT = 2,
   KIND_ROPE = 3,
   KIND_ATTEND = 4,
-  KIND_QUANTIZE = 5
+  KIND_QUANTIZE = 5,
+  KIND_PICK = 6
 };
 enum RowsOf : int32_t { ROWS_TOKENS = 0, ROWS_SAMPLES = 1 };
 
@@ -31,6 +32,7 @@ struct Operation {
     Rope rope;
     Attend attend;
     Quantize quantize;
+    Pick pick;
   };
 };
 
@@ -48,10 +50,11 @@ void work_on_step(void* context, Member& member) {
     const int64_t rows = operation.rows_of == ROWS_TOKENS ? batch.tokens : batch.samples;
     switch (operation.kind) {
       case KIND_EMBED: embed_work(operation.embed, batch, member); break;
-      case KIND_NORM: norm_work(operation.norm, rows, batch, member); break;
+      case KIND_NORM: norm_work(operation.norm, rows, member); break;
       case KIND_ROPE: rope_work(operation.rope, batch, member); break;
       case KIND_ATTEND: attend_work(operation.attend, batch, member); break;
       case KIND_QUANTIZE: quantize_work(operation.quantize, rows, member); break;
+      case KIND_PICK: pick_work(operation.pick, batch, member); break;
       default: {
         Product product = operation.product;
         product.rows = rows;
@@ -86,9 +89,9 @@ extern "C" {
 
 // Sizes of the structures, so that a mismatch with the Python side is found at once.
 int64_t cb_size_of(int32_t which) {
-  const int64_t sizes[] = {sizeof(Matrix), sizeof(Batch),  sizeof(Embed),    sizeof(Norm),     sizeof(Product),
-                           sizeof(Rope),   sizeof(Attend), sizeof(Quantize), sizeof(Operation)};
-  return which >= 0 && which < 9 ? sizes[which] : 0;
+  const int64_t sizes[] = {sizeof(Matrix), sizeof(Batch),  sizeof(Embed),    sizeof(Norm), sizeof(Product),
+                           sizeof(Rope),   sizeof(Attend), sizeof(Quantize), sizeof(Pick), sizeof(Operation)};
+  return which >= 0 && which < 10 ? sizes[which] : 0;
 }
 
 int32_t cb_panel_width() { return NR; }

@@ -134,14 +134,20 @@ void embed_work(const Embed& op, const Batch& batch, Member& member) {
   });
 }
 
-void norm_work(const Norm& op, int64_t rows, const Batch& batch, Member& member) {
+void norm_work(const Norm& op, int64_t rows, Member& member) {
   for_rows(rows, member, [&](int64_t row) {
-    const float* x = op.x + (op.gather ? batch.sample_index[row] : row) * op.x_stride;
+    const float* x = op.x + row * op.x_stride;
     const float shift = op.kind == NORM_LAYER ? mean_of(x, op.width) : 0.0f;
     const float scale = 1.0f / std::sqrt(sum_of_squares(x, op.width, shift) / (float)op.width + op.eps);
     float* out = op.out + row * op.out_stride;
     scale_row(x, out, op.width, shift, scale, op.weight, op.bias, op.add);
     if (op.integers) quantize(out, op.width, op.integers + row * op.integers_stride);
+  });
+}
+
+void pick_work(const Pick& op, const Batch& batch, Member& member) {
+  for_rows(batch.samples, member, [&](int64_t row) {
+    memcpy(op.out + row * op.out_stride, op.x + batch.sample_index[row] * op.x_stride, sizeof(float) * op.width);
   });
 }
 

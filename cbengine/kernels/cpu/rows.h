@@ -38,8 +38,8 @@ struct Embed {
 
 enum NormKind : int32_t { NORM_RMS = 0, NORM_LAYER = 1 };
 
-// out = norm(x) * weight + bias, or added to out. `gather`: row i is row `sample_index[i]` of x. `integers`: where the result
-// goes as integers too, for a product with FORMAT_INT8; or null.
+// out = norm(x) * weight + bias, or added to out. `integers`: where the result goes as integers too, for a product with
+// FORMAT_INT8; or null.
 struct Norm {
   const float* x;
   float* out;
@@ -49,7 +49,14 @@ struct Norm {
   uint32_t* integers;
   int64_t integers_stride;
   float eps;
-  int32_t kind, add, gather;
+  int32_t kind, add;
+};
+
+// Row i of `out` = row `sample_index[i]` of `x`.
+struct Pick {
+  const float* x;
+  float* out;
+  int64_t x_stride, out_stride, width;
 };
 
 // In place, for each token: clip, norm of queries and keys (each head apart, or all of a token's heads together), rotate
@@ -69,7 +76,8 @@ struct Rope {
 
 void place(const Batch& batch);
 void embed_work(const Embed& op, const Batch& batch, Member& member);
-void norm_work(const Norm& op, int64_t rows, const Batch& batch, Member& member);
+void norm_work(const Norm& op, int64_t rows, Member& member);
+void pick_work(const Pick& op, const Batch& batch, Member& member);
 void rope_work(const Rope& op, const Batch& batch, Member& member);
 void quantize_work(const Quantize& op, int64_t rows, Member& member);
 // Copies keys and values, [tokens, kv_heads, dim] with the given strides from token to token, into their pages.
