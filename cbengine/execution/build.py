@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -38,10 +39,13 @@ from cbengine.scheduling.rows import RowTable
 
 logger = logging.getLogger("cbengine")
 
-_CPU_PREFILL = {
+_CPU_PREFILL: dict[str, Any] = {
     "prefill": 24,
     "prefill_per_decode": 1.5,
     "prefill_over_square": 6144,
+    "prefill_to_few": 256,
+    "long_prompt": 512,
+    "prefill_of_long": 64,
     "prefill_per_waiting": 16,
     "prefill_when_waiting": 4.0,
 }
@@ -256,7 +260,7 @@ def _scheduler(
     budgets = Budgets(memory.max_batch_tokens, memory.max_requests, pages_read=pages)
     on_cpu = config.device == "cpu"
     if config.scheduler_type == "fifo" and (config.prefill_chunk or on_cpu):
-        share = {"prefill": config.prefill_chunk} if config.prefill_chunk else _CPU_PREFILL
+        share: dict[str, Any] = {"prefill": config.prefill_chunk} if config.prefill_chunk else _CPU_PREFILL
         budgets = replace(budgets, attention_reach=spec.attention_reach, **share)
     kind, reserve = _SCHEDULERS[config.scheduler_type], config.admission == "reserve"
     return kind(rows, cache, lifecycle, budgets, config.margin, reserve=reserve)

@@ -25,7 +25,13 @@ class Budgets:
     prefill_per_decode: float = 0
     """At least as many for each that decodes, so that a crowd of decoders does not starve the prompts."""
     prefill_over_square: int = 0
-    """At least so many divided by the square of those who decode: a newcomer need not wait for few."""
+    """At least so many divided by the square of those who decode: a newcomer need not wait for few,"""
+    prefill_to_few: int | None = None
+    """but no more of them than this,"""
+    long_prompt: int | None = None
+    """and of a prompt that has more tokens than this,"""
+    prefill_of_long: int = 0
+    """no more than this: its reader waits for many steps anyway, and each of them holds those up who decode."""
     prefill_per_waiting: int = 0
     """And so many for each that waits to be let in,"""
     prefill_when_waiting: float = 0
@@ -33,11 +39,15 @@ class Budgets:
     attention_reach: int | None = None
     """Context at which a token costs twice what it costs without any: a token of a prompt counts 1 + context / reach."""
 
-    def prefill_share(self, decodes: int, waiting: int = 0) -> float:
-        """Prompt tokens (without context) that a step with so many decoding rows may compute."""
+    def prefill_share(self, decodes: int, waiting: int = 0, *, of_long: bool = False) -> float:
+        """Prompt tokens (without context) that a step with so many decoding rows may compute: of all prompts together, or
+        of a long one."""
         if self.prefill is None or not decodes:
             return math.inf
         few, many = self.prefill_over_square / decodes**2, self.prefill_per_decode * decodes
+        most = self.prefill_of_long if of_long else self.prefill_to_few
+        if most is not None:
+            few = min(few, most)
         crowd = min(self.prefill_per_waiting * waiting, self.prefill_when_waiting * decodes)
         return max(self.prefill, few, many, crowd)
 

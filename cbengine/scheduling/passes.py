@@ -65,6 +65,7 @@ class PassScheduler(Scheduler):
         self._decodable = _NONE
         self._left = [0, 0, 0]  # tokens, requests, pages still to be given out in the step being planned
         self._prefill_left = math.inf  # of the prompt tokens that those who decode put up with
+        self._prefill_of_long = math.inf  # of those of a long prompt
         self._stalled = False
         self._alone = False  # the next one let in has the cache to itself
         self._hermit: Request | None = None  # who has it
@@ -110,7 +111,9 @@ class PassScheduler(Scheduler):
             self._decode_rows = np.fromiter((r.row for r in self._decoding), np.int64, len(self._decoding))
         # Taken before any pass: a request whose last chunk is planned now decodes in the next step at the earliest.
         self._decodable = self._decode_rows
-        self._prefill_left = self._budgets.prefill_share(len(self._decodable), len(self._queue))
+        decodes, waiting = len(self._decodable), len(self._queue)
+        self._prefill_left = self._budgets.prefill_share(decodes, waiting)
+        self._prefill_of_long = self._budgets.prefill_share(decodes, waiting, of_long=True)
         for fill in self.passes():
             fill()
         if not self._plan and self._lifecycle.launched == self._lifecycle.committed:
@@ -244,8 +247,9 @@ class PassScheduler(Scheduler):
         """Tokens of its prompt that those who decode in this step put up with; a small rest of it is not left over."""
         if self._prefill_left == math.inf:
             return self._left[0]
-        tokens = max(1, int(self._prefill_left / self._budgets.cost(start)))
-        rest = int(self._rows.known[row]) - start
+        known, long = int(self._rows.known[row]), self._budgets.long_prompt
+        share = min(self._prefill_left, self._prefill_of_long if long and known > long else math.inf)
+        tokens, rest = max(1, int(share / self._budgets.cost(start))), known - start
         return rest if rest <= tokens + tokens // 4 else tokens
 
     def _decodes(self, request: Request) -> None:

@@ -67,6 +67,26 @@ def test_few_decoders_make_way() -> None:
         desk.end(long)
 
 
+def test_few_decoders_are_not_held_up_for_ever() -> None:
+    """However few they are, a step has a bound; and a long prompt, which takes many steps, a lower one."""
+    settings = {"prefill": 2, "prefill_over_square": 160, "prefill_to_few": 20, "long_prompt": 50, "prefill_of_long": 8}
+    for tokens, expected in ((50, [20, 20, 10]), (51, [8] * 6 + [3])):
+        desk = Desk(tokens=64, blocks=256, requests=8, **settings)
+        desk.add(3, 60)
+        desk.plan()
+        desk.add(tokens, 2)
+        assert [desk.plan().chunks[0].count for _ in expected] == expected
+
+
+def test_a_short_prompt_gets_what_a_long_one_leaves() -> None:
+    desk = Desk(tokens=64, blocks=256, prefill=2, prefill_over_square=160, long_prompt=50, prefill_of_long=8)
+    desk.add(3, 60)
+    desk.plan()
+    desk.add(60, 2)
+    desk.add(30, 2)
+    assert [chunk.count for chunk in desk.plan().chunks] == [8, 30]
+
+
 def test_the_more_wait_the_more_is_let_in() -> None:
     counts = []
     for waiting in (1, 3, 9):
