@@ -41,6 +41,8 @@ class CompletionIterator:
     ) -> None:
         if isinstance(prompts, str):
             raise TypeError("a batch is a sequence of prompts, got one text; use stream() or generate() for it")
+        if not isinstance(prompts, Iterable):
+            raise TypeError(f"a batch is a sequence of prompts, got {type(prompts).__name__}")
         self._total = len(prompts) if isinstance(prompts, Sized) else None  # for a progress bar
         self._todo: Iterator[tuple[int, Prompt]] = iter(enumerate(prompts))
         self._next: tuple[int, Prompt] | None = None

@@ -30,7 +30,7 @@ from cbengine.errors import (
 )
 from cbengine.execution.noise import derive_seed
 from cbengine.execution.worker import Worker, WorkerState, dead_error
-from cbengine.loading import Source, inspect
+from cbengine.loading import Source, check_kinds, inspect
 from cbengine.observe.counters import EngineStats
 from cbengine.observe.health import EngineHealth
 from cbengine.observe.timeline import Timeline
@@ -61,7 +61,7 @@ class AsyncEngine:
         load_options: passed on to `from_pretrained` of the model (`revision`, `trust_remote_code`, …).
 
     Raises:
-        TypeError, ValueError: a setting does not exist, or its value is not allowed.
+        TypeError, ValueError: a setting does not exist, or its value is not allowed; an argument is of another kind.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class AsyncEngine:
         load_options: Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> None:
+        check_kinds(config, load_options, tokenizer)
         self._config = (config or EngineConfig()).merged(overrides)
         self._source = Source(model, self._config, tokenizer, dict(load_options or {}))
         self._worker: Worker | None = None
@@ -180,8 +181,29 @@ class AsyncEngine:
             with anyio.CancelScope(shield=True):
                 await self.stop(hard=True)
         finally:
-            self._source.forget()
             self._open_desk = None
+            if self._worker is not None:
+                self._worker.loaded = None
+            with anyio.CancelScope(shield=True):
+                await self._forget()
+
+    async def _forget(self) -> None:
+        """Give the loaded model back. Off the loop, for it takes a while, and on a thread that does nothing else."""
+        source, reply = self._source, Reply(self._ports.current())
+        if source.loaded is None:
+            return
+
+        def forget() -> None:
+            try:
+                source.forget()
+            finally:
+                reply.set()
+
+        try:
+            threading.Thread(target=forget, name="cbengine-forget", daemon=True).start()
+        except RuntimeError:  # the system has no thread left
+            forget()
+        await reply.wait()
 
     async def __aenter__(self) -> AsyncEngine:
         try:

@@ -88,7 +88,9 @@ def inspect(model: Any, config: EngineConfig, options: Mapping[str, Any]) -> Mod
         return model.spec
     from cbengine.models.load import inspect as inspect_model
 
-    return inspect_model(model, dtype=config.dtype, device=device_for(model, config), **dict(options))
+    attention = AttentionSettings.of(config) if config.attention_backend is not None else None
+    device = device_for(model, config)
+    return inspect_model(model, dtype=config.dtype, device=device, attention=attention, **dict(options))
 
 
 def _prepare_grammars(loaded: Loaded) -> None:
@@ -98,6 +100,21 @@ def _prepare_grammars(loaded: Loaded) -> None:
     from cbengine.text.structured import prepare_ahead
 
     prepare_ahead(loaded.tokenizer, loaded.runner.spec.vocab_size, loaded.runner.spec.eos_token_ids)
+
+
+def check_kinds(config: object, load_options: object, tokenizer: object) -> None:
+    """Raises `TypeError` for an argument of `AsyncEngine` of another kind, such as a tokenizer's name for a tokenizer."""
+    if config is not None and not isinstance(config, EngineConfig):
+        raise TypeError(f"config must be an EngineConfig or None, got {type(config).__name__}")
+    if load_options is not None and not isinstance(load_options, Mapping):
+        raise TypeError(f"load_options must be a mapping or None, got {type(load_options).__name__}")
+    if tokenizer is None or hasattr(tokenizer, "detokenizer"):
+        return
+    if isinstance(tokenizer, (str, Path)) or not all(hasattr(tokenizer, name) for name in ("encode", "decode")):
+        raise TypeError(
+            "tokenizer must be a transformers tokenizer, an object with the methods of cbengine.text.base.Tokenizer, or None, "
+            f"got {type(tokenizer).__name__} {tokenizer!r:.60}; load one with transformers.AutoTokenizer.from_pretrained"
+        )
 
 
 def _wrap(tokenizer: Any) -> Tokenizer | None:

@@ -13,6 +13,7 @@ from cbengine.bridge.inbox import Tokenized
 from cbengine.errors import (
     CBEngineError,
     EmptyPromptError,
+    EngineStoppedError,
     InvalidRequestError,
     PromptTooLongError,
     UnsupportedFeatureError,
@@ -48,10 +49,13 @@ class PromptReader:
     """Checks requests for one run of the engine. Any thread."""
 
     def __init__(self, worker: Worker) -> None:
-        assert worker.loaded is not None and worker.memory is not None, "made for a worker that runs"
+        loaded = worker.loaded
+        if loaded is None:  # another thread has closed the engine a moment ago
+            raise EngineStoppedError("the engine was closed; make a new one")
+        assert worker.memory is not None, "made for a worker that runs"
         self.worker = worker
-        self._tokenizer = worker.loaded.tokenizer
-        self._spec = worker.loaded.runner.spec
+        self._tokenizer = loaded.tokenizer
+        self._spec = loaded.runner.spec
         self._max_len = worker.memory.max_model_len
         self._capacity = worker.memory.capacity_tokens
         self._return_logprobs = worker.config.return_logprobs
@@ -185,7 +189,7 @@ class PromptReader:
                     ids = self._encode(parsed.text, label, add_special_tokens)
                     limit = self._limit(ids, params, label)
                 commands = [Tokenized(number, ids, limit, edit=self._constrained(params)) for number in numbers]
-            except Exception as caught:
+            except BaseException as caught:  # a panic in Rust is no Exception, and the request must hear of it too
                 error = caught if isinstance(caught, CBEngineError) else failure(label, caught)
                 error.request_id = error.request_id or label
                 commands = [Tokenized(number, None, 0, error) for number in numbers]
@@ -225,7 +229,9 @@ class PromptReader:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except InvalidRequestError:
             raise
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise  # the caller's own: this is the caller's thread
+        except BaseException as error:  # a panic in Rust is no Exception
             raise failure(label, error) from error
         return self._check_ids(ids, label)
 

@@ -246,6 +246,7 @@ def _words(value: object) -> tuple[str | tuple[int | None, ...], ...]:
         words.append(word if isinstance(word, str) else _token_ids(word, "bad_words"))
         if not words[-1]:
             raise InvalidRequestError("bad_words has an empty word, which everything would contain")
+        _check_text("bad_words", word)
     return tuple(words)
 
 
@@ -258,7 +259,21 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     strings = tuple(cast(Iterable[object], value)) if isinstance(value, (list, tuple)) else None
     if strings is None or not all(isinstance(item, str) and item for item in strings):
         raise InvalidRequestError(f"{name} must be a string or a list of strings, none of them empty, got {value!r}")
+    for item in strings:
+        _check_text(name, item)
     return cast(tuple[str, ...], strings)
+
+
+def _check_text(name: str, value: object) -> None:
+    """Refuse a text that no answer can have: answers are made of bytes in UTF-8. Raises `InvalidRequestError`."""
+    try:
+        if isinstance(value, str):
+            value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{name} has {value!a}, with half a UTF-16 character at position {error.start}, which no answer can have; "
+            "decode the input with errors='replace'"
+        ) from None
 
 
 def _number(name: str, value: object, *, low: float = 0.0, high: float | None) -> float | None:

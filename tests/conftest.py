@@ -21,11 +21,13 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.support import interpreter
 from tests.support.guard import LoopGuard
 from tests.support.leaks import engine_threads, find_leaks
 from tests.support.loops import kinds_of, run_test
 from tests.support.models import Reference, load_reference, model_folder
 
+interpreter.mend()
 # Timings never decide a test, and a failure in CI is one that can be run again.
 settings.register_profile("cbengine", deadline=None, derandomize="CI" in os.environ, print_blob=True)
 settings.load_profile("cbengine")

@@ -25,7 +25,9 @@ from benchmarks.peers.engines import ENGINES, prepare
 from benchmarks.peers.models import RANDOM, random_llama
 from benchmarks.peers.report import plot, show
 from benchmarks.peers.rounds import Outcome, Plan, run_rounds
-from cbengine.cli.failures import CommandError
+from cbengine.cli.bench_plot import require_kind, require_matplotlib
+from cbengine.cli.failures import CommandError, require_writable
+from cbengine.cli.options import count, rate
 from cbengine.cli.workload import NAMES, Workload, load, make, text
 
 FORMAT = 1
@@ -56,7 +58,7 @@ def parse() -> argparse.Namespace:
         help=f"{', '.join(NAMES)}, or files (default: all)",
     )
     parser.add_argument(
-        "--rate", nargs="+", type=float, default=[1.0, 2.0], metavar="R", help="arrivals a second, poisson"
+        "--rate", nargs="+", type=rate, default=[1.0, 2.0], metavar="R", help="arrivals a second, poisson"
     )
     _add_run_options(parser)
     args = parser.parse_args()
@@ -64,16 +66,18 @@ def parse() -> argparse.Namespace:
         parser.error("give either --model or --show")
     if unknown := [name for name in args.engines if name not in ENGINES]:
         parser.error(f"unknown engine {', '.join(unknown)}; known are {', '.join(ENGINES)}")
-    if args.rounds < 1 or args.quiet_only < 0 or (args.threads or 1) < 1:
-        parser.error("--rounds and --threads must be at least 1, --quiet-only at least 0")
+    if args.quiet_only < 0:
+        parser.error(f"--quiet-only must be at least 0, got {args.quiet_only}")
     return args
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=64, metavar="N", help="of each workload (default %(default)s)")
+    parser.add_argument(
+        "--requests", type=count, default=64, metavar="N", help="of each workload (default %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default %(default)s")
-    parser.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
+    parser.add_argument("--rounds", type=count, default=3, metavar="N", help="default %(default)s")
+    parser.add_argument("--threads", type=count, metavar="N", help="default: one for each core")
     parser.add_argument("--venv", nargs="+", default=[], metavar="NAME=DIR", help="environments of openvino and vllm")
     parser.add_argument(
         "--option",
@@ -93,11 +97,41 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE.png", help="ratios; needs matplotlib")
 
 
+def check(args: argparse.Namespace) -> None:
+    """Find what is wrong with files before hours have gone into measuring. Raises `CommandError`."""
+    for option in ("json", "plot"):
+        if getattr(args, option):
+            require_writable(f"--{option}", Path(getattr(args, option)))
+    if args.plot:
+        require_matplotlib()
+        require_kind(Path(args.plot))
+    for name in args.workload:
+        if name not in NAMES:
+            load(Path(name))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What an earlier run has written. Raises `CommandError` if it is not that."""
+    try:
+        result: Any = json.loads(path.read_text(encoding="utf-8"))
+        if result["format"] != FORMAT or not isinstance(result["runs"], list):
+            raise ValueError(f"its format is {result['format']!r}, this version reads {FORMAT}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CommandError(f"--show {path}: no JSON of `python -m benchmarks.peers`: {error}") from error
+    return result
+
+
 def model_folder(args: argparse.Namespace) -> Path:
     if args.model != RANDOM:
+        if not Path(args.model, "config.json").is_file():
+            raise CommandError(
+                f"--model {args.model}: no folder with a model (one with a config.json); or use {RANDOM}"
+            )
         return Path(args.model)
     if args.tokenizer is None:
         raise CommandError(f"--model {RANDOM} needs --tokenizer")
+    if not Path(args.tokenizer).is_dir():
+        raise CommandError(f"--tokenizer {args.tokenizer}: there is no such folder")
     return random_llama(Path(args.tokenizer))
 
 
@@ -112,8 +146,8 @@ def make_workloads(args: argparse.Namespace, folder: Path) -> list[Workload]:
         if name not in NAMES:
             workloads.append(load(Path(name)).first(args.requests))
             continue
-        for rate in args.rate if name == "poisson" else [1.0]:
-            workloads.append(make(name, ids, requests=args.requests, rate=rate, seed=args.seed, max_len=longest))
+        for arrivals in args.rate if name == "poisson" else [1.0]:
+            workloads.append(make(name, ids, requests=args.requests, rate=arrivals, seed=args.seed, max_len=longest))
     return workloads
 
 
@@ -193,9 +227,12 @@ def main() -> None:
     args, console = parse(), Console(highlight=False)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the runner in progress is ended too
     try:
-        result = run(args, console) if args.show is None else json.loads(Path(args.show).read_text(encoding="utf-8"))
+        check(args)
+        result = run(args, console) if args.show is None else read(Path(args.show))
     except CommandError as error:
         raise SystemExit(str(error)) from error
+    except KeyboardInterrupt:  # what has been measured is in the file of --json
+        raise SystemExit(130) from None
     show(result, console)
     if args.plot:
         plot(result, Path(args.plot))

@@ -14,6 +14,7 @@ CACHE = Path(os.environ.get("CBENGINE_PEERS_CACHE", "~/.cache/cbengine-peers")).
 
 ROOT = Path(__file__).resolve().parents[2]
 _TORCH = "torch==2.13.0"
+_EXPORTER = "transformers==5.0.0"  # the newest that Gemma 3 is exported with
 
 # What a user's shell may say about threads; each engine shall have its own defaults, or what is set here.
 _CLEARED = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_BLOCKTIME")
@@ -109,7 +110,7 @@ def _make_venv(folder: Path) -> Path:
 
 def make_openvino(folder: Path) -> None:
     """The runtime, and what exports models to it."""
-    call(_make_venv(folder), "-m", "pip", "install", "-q", "openvino-genai", "optimum-intel")
+    call(_make_venv(folder), "-m", "pip", "install", "-q", "openvino-genai", "optimum-intel", _EXPORTER)
 
 
 def make_vllm(folder: Path) -> None:

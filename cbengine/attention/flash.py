@@ -134,7 +134,10 @@ class FlashBackend(AttentionBackend):
             "softcap": 0.0 if softcap is None else softcap,
         }
         if not self._fast:
-            return self._step.clean(self._attend_packed(layer, query, shared))
+            step = self._step
+            shared |= {"cu_seqlens_q": step.query_starts, "max_seqlen_q": step.max_query_len, **self._keys_of(step)}
+            shared[self.tables_parameter] = step.tables
+            return step.clean(self._packed(query, layer.key, layer.value, **shared))
         new, self._new = self._new, None
         if new is not None:
             assert new[0] is layer, "another layer was written last"
@@ -145,8 +148,8 @@ class FlashBackend(AttentionBackend):
         return self._decode(query.unsqueeze(1), layer.key, layer.value, **shared).squeeze(1)
 
     @abstractmethod
-    def _attend_packed(self, layer: LayerKV, query: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
-        """What `attend` does with packed queries. `shared`: the arguments that all functions have."""
+    def _keys_of(self, step: PackedStep) -> dict[str, Any]:
+        """How the function for packed queries is told of the keys' lengths."""
 
 
 class Flash2Backend(FlashBackend):
@@ -159,19 +162,8 @@ class Flash2Backend(FlashBackend):
     paged_function = "flash_attn_varlen_func"
     tables_parameter = "block_table"
 
-    def _attend_packed(self, layer: LayerKV, query: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
-        step = self._step
-        return self._packed(
-            query,
-            layer.key,
-            layer.value,
-            cu_seqlens_q=step.query_starts,
-            cu_seqlens_k=step.key_starts,
-            max_seqlen_q=step.max_query_len,
-            max_seqlen_k=step.max_context_len,
-            block_table=step.tables,
-            **shared,
-        )
+    def _keys_of(self, step: PackedStep) -> dict[str, Any]:
+        return {"cu_seqlens_k": step.key_starts, "max_seqlen_k": step.max_context_len}
 
 
 class Flash3Backend(FlashBackend):
@@ -200,15 +192,5 @@ class Flash3Backend(FlashBackend):
         without = [part for part, wanted in needed.items() if wanted and flags.get(f"FLASHATTENTION_DISABLE_{part}")]
         return found + ([f"was built without {', '.join(without)}"] if without else [])
 
-    def _attend_packed(self, layer: LayerKV, query: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
-        step = self._step
-        return self._packed(
-            query,
-            layer.key,
-            layer.value,
-            cache_seqlens=step.context_lens,
-            page_table=step.tables,
-            cu_seqlens_q=step.query_starts,
-            max_seqlen_q=step.max_query_len,
-            **shared,
-        )
+    def _keys_of(self, step: PackedStep) -> dict[str, Any]:
+        return {"cache_seqlens": step.context_lens}

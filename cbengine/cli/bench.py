@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cbengine.cli.bench_report import comparison, derivations, settings_line, table
 from cbengine.cli.bench_run import Run, serve
 from cbengine.cli.clients import steps_to_free, warm_up
-from cbengine.cli.failures import CommandError
+from cbengine.cli.failures import CommandError, require_writable
 from cbengine.cli.floor import Rates, floor, measure_rates
 from cbengine.cli.monitor import Monitor
 from cbengine.cli.options import make_engine
@@ -38,10 +38,12 @@ FORMAT = 1
 def run(args: argparse.Namespace) -> None:
     """Run the command. Raises `CommandError` if the engine cannot serve, or a file cannot be read or written."""
     draw = None
+    check(args)
     if args.plot:
-        from cbengine.cli.bench_plot import draw, require_matplotlib
+        from cbengine.cli.bench_plot import draw, require_kind, require_matplotlib
 
         require_matplotlib()
+        require_kind(Path(args.plot))
     earlier = None if args.compare is None else read(Path(args.compare))
     if args.num_threads is not None:
         args.settings = [*args.settings, f"num_threads={args.num_threads}"]
@@ -58,6 +60,16 @@ def run(args: argparse.Namespace) -> None:
             draw(result.runs, Path(args.plot), args.model)
     except OSError as error:
         raise CommandError(str(error)) from error
+
+
+def check(args: argparse.Namespace) -> None:
+    """Find what is wrong with files before minutes have gone into loading and measuring. Raises `CommandError`."""
+    for option in ("json", "plot", "trace"):
+        if getattr(args, option):
+            require_writable(f"--{option}", Path(getattr(args, option)))
+    for name in args.workload:
+        if name not in NAMES:
+            load(Path(name))
 
 
 class Result:

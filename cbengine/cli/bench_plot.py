@@ -19,6 +19,15 @@ def require_matplotlib() -> None:
         )
 
 
+def require_kind(path: Path) -> None:
+    """Raises `CommandError` if matplotlib writes no such kind of file. Needs matplotlib."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix and path.suffix[1:].lower() not in kinds:  # without a suffix it becomes a PNG
+        raise CommandError(f"--plot {path}: no kind of picture that can be written; use one of {', '.join(kinds)}")
+
+
 def draw(runs: Sequence[Run], path: Path, title: str) -> None:
     """Write a picture (its kind goes by the name of the file): rates, and how the two waits of a client are distributed.
 

@@ -30,13 +30,13 @@ HELP = "Ctrl-C stops an answer, a second one leaves. /reset forgets the conversa
 def run(args: argparse.Namespace) -> None:
     """Run the command until its user leaves. Raises `CommandError` if the engine cannot serve."""
     console = Console(highlight=False)
-    engine = make_engine(args)
+    engine, sampling = make_engine(args), sampling_options(args)
     with asyncio.Runner() as runner:
         try:
             console.print(f"Loading {args.model} ...", style="dim", markup=False)
             runner.run(engine.start())
             console.print(HELP, style="dim")
-            Chat(engine, runner, console, args.system, sampling_options(args)).loop()
+            Chat(engine, runner, console, args.system, sampling).loop()
         except (EngineError, OSError, ValueError) as error:
             raise CommandError(str(error)) from error
         finally:

@@ -35,11 +35,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 async def _run(args: argparse.Namespace, plain: bool) -> None:
-    engine = make_engine(args)
+    engine, sampling = make_engine(args), sampling_options(args)
     print(f"Loading {args.model} ...", file=sys.stderr, flush=True)
     try:
         async with engine:
-            answers = await watch(engine, args.prompt or PROMPTS, plain=plain, raw=args.raw, **sampling_options(args))
+            answers = await watch(engine, args.prompt or PROMPTS, plain=plain, raw=args.raw, **sampling)
     except (CBEngineError, OSError, ValueError) as error:
         raise CommandError(str(error)) from error
     if all(answer.error for answer in answers):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import ast
+import math
 from typing import Any
 
 from cbengine.cli.failures import CommandError
 from cbengine.cli.workload import NAMES
+from cbengine.config import EngineConfig
 from cbengine.engine import AsyncEngine
+from cbengine.sampling import SamplingParams
 
 _SAMPLING = {
     "max_new_tokens": (int, "N", "most tokens of an answer (default %(default)s)"),
@@ -49,9 +52,11 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         "--workload", nargs="+", default=["offline"], metavar="NAME", help=f"{known}, or a file (default offline)"
     )
     parser.add_argument(
-        "--rate", nargs="+", type=float, default=[1.0], metavar="R", help="arrivals a second, for poisson; several runs"
+        "--rate", nargs="+", type=rate, default=[1.0], metavar="R", help="arrivals a second, for poisson; several runs"
     )
-    parser.add_argument("--requests", type=int, default=64, metavar="N", help="of each workload (default %(default)s)")
+    parser.add_argument(
+        "--requests", type=count, default=64, metavar="N", help="of each workload (default %(default)s)"
+    )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="same seed, same workload (default %(default)s)"
     )
@@ -62,15 +67,43 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compare", metavar="FILE", help="ratios to the JSON of an earlier run")
 
 
+def count(text: str) -> int:
+    """A command line's number of things, at least 1."""
+    number = int(text) if text.strip().lstrip("+-").isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return number
+
+
+def rate(text: str) -> float:
+    """A command line's number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text!r}")
+    return number
+
+
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters that were given, as keyword arguments of `engine.stream`."""
-    return {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
+    """The sampling parameters that were given, as keyword arguments of `engine.stream`.
+
+    Raises `CommandError` for values that are not allowed.
+    """
+    given = {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
+    try:
+        SamplingParams(**given)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    return given
 
 
 def make_engine(args: argparse.Namespace) -> AsyncEngine:
     """The engine that the options describe, not started. Raises `CommandError` for settings that do not fit."""
     try:
-        return AsyncEngine.from_pretrained(args.model, **dict(_setting(text) for text in args.settings))
+        config = EngineConfig().merged(dict(_setting(text) for text in args.settings))
+        return AsyncEngine.from_pretrained(args.model, config=config)
     except (TypeError, ValueError, OSError) as error:
         raise CommandError(str(error)) from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ NAMES = ("offline", "prefix", "poisson", "long")
 
 SHARED_PREFIX = 200
 DECODERS, DECODER_TOKENS, LONG_PROMPT, LONG_AFTER = 16, 128, 2048, 32
+_NOT_IN_A_FILE_NAME = re.compile(r"[^\w.+-]+")  # a workload's name is part of the names of files
 _TEXT_ROOM = 1000  # tokens that a text must have beyond what is cut out of it
 
 
@@ -130,6 +132,20 @@ def _clip(value: float, low: int, high: int) -> int:
     return max(low, min(high, round(value)))
 
 
+def _can_be_asked(item: Item) -> bool:
+    """Whether its values are what a request has; they come from somebody's file."""
+    prompt: Any = item.prompt
+    arrival: Any = item.arrival_s
+    whole = isinstance(prompt, list) and _whole(*prompt, item.max_new_tokens, item.after_tokens)
+    if not (whole and isinstance(arrival, (int, float)) and 0 <= arrival < math.inf):
+        return False
+    return bool(prompt) and item.max_new_tokens > 0 and item.after_tokens >= 0
+
+
+def _whole(*values: object) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+
+
 def _can_be_sent(items: Sequence[Item]) -> bool:
     """Whether somebody goes first, and the others wait for no more than the first ones get."""
     first = [item.max_new_tokens for item in items if not item.after_tokens]
@@ -152,13 +168,15 @@ def load(path: Path) -> Workload:
         value: Any = json.loads(path.read_text(encoding="utf-8"))
         named = isinstance(value, dict)
         items = [Item(**item) for item in (value["requests"] if named else value)]
-        workload = Workload(value["name"] if named else path.stem, items)
-        usable = all(i.prompt and i.max_new_tokens > 0 for i in items) and _can_be_sent(items)
+        name = str(value["name"]) if named else path.stem
+        workload = Workload(_NOT_IN_A_FILE_NAME.sub("-", name), items)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CommandError(f"no workload can be read from {path}: {error}") from error
-    if not usable:
         raise CommandError(
-            f"{path} holds no workload: every request needs a prompt and max_new_tokens of "
-            "at least 1, and after_tokens that the others reach"
+            f"{path} is none of the workloads {', '.join(NAMES)}, and no workload can be read from such a file: {error}"
+        ) from error
+    if not (all(_can_be_asked(item) for item in items) and _can_be_sent(items)):
+        raise CommandError(
+            f"{path} holds no workload: every request needs a prompt (a list of token ids), max_new_tokens of at least 1, "
+            "arrival_s of at least 0 if any, and after_tokens that the others reach if any"
         )
     return workload

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+
 import torch
 
 from cbengine.config import EngineConfig
@@ -58,5 +61,9 @@ def make_device(config: EngineConfig) -> Device:
 
 
 def give_back_unused() -> None:
-    """Give device memory that nobody uses back to the system."""
+    """Give memory that nobody uses back to the system: that of GPUs, and what glibc's allocator keeps for later, which is
+    hundreds of MB once some models have come and gone. Takes up to a tenth of a second."""
     cuda.give_back_unused()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:  # not every libc has it
+        trim(0)

@@ -18,17 +18,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
 from cbengine.devices.base import Device, DeviceLostError, Event, MemoryInfo, Stream
 from cbengine.devices.host import Health, run_operation
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _alone = threading.RLock()
 """torch's allocator is captured from by one thread at a time, and gives nothing back meanwhile."""
@@ -184,6 +188,24 @@ class CudaEvent(Event):
         return lost(self._health, "the CUDA device" if device is None else device.name, error)
 
 
+def _watched(
+    method: Callable[Concatenate[CudaDevice, P], R],
+) -> Callable[Concatenate[CudaDevice, P], R]:
+    """The same, raising `DeviceLostError` where CUDA raised because the device is gone."""
+
+    @functools.wraps(method)
+    def watched(self: CudaDevice, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception:
+            if self._inside is None:  # else whoever began the operation looks; and a capture must not be waited for
+                self._probe()
+                self.health.check()
+            raise
+
+    return watched
+
+
 class CudaDevice(Device):
     """One GPU.
 
@@ -214,12 +236,14 @@ class CudaDevice(Device):
         self._pinned: list[TensorWeakRef] = []
         _open.add(self)
 
+    @_watched
     def attach(self) -> None:
         self.health.check_open()
         self._runtime.set_device()
         with _alone:
             self._runtime.empty_cache()
 
+    @_watched
     def stream(self, name: str) -> CudaStream:
         """The stream of this name, made by the first call."""
         self.health.check_open()
@@ -230,12 +254,16 @@ class CudaDevice(Device):
                 self._runtime.used_by(buffer, stream.raw)
         return stream
 
+    @_watched
     def event(self, name: str = "") -> CudaEvent:
+        self.health.check_open()
         return CudaEvent(name, self, self._runtime.make_event(self._blocking))
 
     # --- memory ----------------------------------------------------------------------------------------------------
 
+    @_watched
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.health.check_open()
         # A tensor made in inference mode could not be written outside of it; a normal one can be written everywhere.
         with torch.inference_mode(False):
             if torch.Size(shape).numel() * dtype.itemsize < _REGISTERED_BYTES:
@@ -248,7 +276,9 @@ class CudaDevice(Device):
         self._registered.append(buffer)
         return buffer
 
+    @_watched
     def device_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.health.check_open()
         with torch.inference_mode(False):
             tensor = self._runtime.zeros(shape, dtype)
         if self._inside is None:
@@ -264,6 +294,7 @@ class CudaDevice(Device):
         """Device buffers that somebody still has."""
         return [buffer for buffer in (ref() for ref in self._buffers) if buffer is not None]
 
+    @_watched
     def free_buffer(self, buffer: torch.Tensor) -> None:
         if self.health.fault is not None:
             return  # see `_keep`
@@ -274,8 +305,10 @@ class CudaDevice(Device):
                 break
         super().free_buffer(buffer)
 
+    @_watched
     def memory_info(self) -> MemoryInfo:
         """The GPU's memory, other processes' use taken off."""
+        self.health.check_open()
         free, total = self._runtime.memory()
         return MemoryInfo(total=total, free=free)
 
@@ -307,12 +340,14 @@ class CudaDevice(Device):
     def copy(self, stream: Stream, dst: torch.Tensor, src: torch.Tensor) -> None:
         self.launch(stream, lambda: self._runtime.copy(dst, src), name="copy")
 
+    @_watched
     def record(self, event: Event, stream: Stream) -> None:
         own, own_event = self._own(stream), self._own_event(event)
         own_event.error, own.error = own.error, None
         own_event.recorded = True
         own_event.raw.record(own.raw)
 
+    @_watched
     def wait(self, stream: Stream, event: Event) -> None:
         own, own_event = self._own(stream), self._own_event(event)
         if own_event.recorded:
@@ -369,6 +404,7 @@ class CudaDevice(Device):
             self._captured.clear()
             self._registered.clear()
 
+    @_watched
     def _give_back(self) -> None:
         for graph in self._captured:
             graph.reset()
@@ -384,14 +420,16 @@ class CudaDevice(Device):
             self._runtime.empty_cache()
 
     def _keep(self) -> None:
-        """The device is lost: its memory is never freed again. torch records an event where memory goes that a stream was
-        told of; that fails now, in a destructor, and would end the process."""
+        """The device is lost: its memory and graphs are never freed again. torch records an event where memory goes that a
+        stream was told of; that fails now, in a destructor, and would end the process."""
         pinned = (tensor for tensor in (ref() for ref in self._pinned) if tensor is not None)
-        kept = [*self._living(), *pinned]
+        kept = [*self._living(), *pinned, *self._captured]
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # not even at exit
 
     def _probe(self) -> None:
-        """An operation has raised: find out whether the device can still be used."""
+        """Something has raised: find out whether the device can still be used."""
+        if self.health.fault is not None or self.health.closed:
+            return
         try:
             self._runtime.synchronize()
         except Exception as error:

@@ -123,7 +123,9 @@ class Committer:
                 text, hit = self._text(request, token_id, end)
                 if request.edit is not None and request.edit.grammar is not None:
                     hit |= request.edit.advance(token_id)
-            except Exception as error:  # whatever a tokenizer does, only the request that it was made for fails
+            except (
+                BaseException
+            ) as error:  # whatever a tokenizer does (a panic in Rust too): only its own request fails
                 self._fail(request, error)
                 continue
             if timeline is not None:

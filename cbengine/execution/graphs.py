@@ -63,9 +63,12 @@ class GraphPaths:
             return cls(device.graphs and capturable, device.graphs and capturable, False)
         varlen, decode = wanted if isinstance(wanted, tuple) else (wanted, wanted)
         if (varlen or decode) and not capturable:
+            names = ("use_cuda_graph", "q_padding_interval_size", "kv_padding_interval_size")
+            asked = [name for name in names if getattr(config, name) not in (None, 0)]
             raise UnsupportedFeatureError(
-                f"use_cuda_graph={config.use_cuda_graph!r}: {runner.spec.name} cannot be captured as it is run here: its "
-                "attention backend reads lengths on the host; leave use_cuda_graph out, or choose another attention_backend"
+                f"{', '.join(f'{name}={getattr(config, name)!r}' for name in asked)}: {runner.spec.name} cannot be captured as "
+                "it is run here: its attention backend reads lengths on the host; leave "
+                f"{' and '.join(asked)} out, or choose another attention_backend"
             )
         return cls(varlen, decode, varlen or decode)
 

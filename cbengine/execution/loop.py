@@ -189,7 +189,7 @@ class StepLoop:
                 if params.stop:
                     include, after = params.include_stop_str_in_output, params.min_new_tokens
                     request.stops = StopMatcher(params.stop, include=include, after=after)
-            except Exception as error:
+            except BaseException as error:  # a panic of a tokenizer written in Rust is no Exception
                 self.end(request, RequestStatus.FAILED, FinishReason.ERROR, failure(request.label, error))
                 return
         if request.prompt is not None:

@@ -129,6 +129,11 @@ def fuse_int8(
                 "and 3, Gemma 2 and 3, Phi 3, OLMo and what has their code), with finite weights. Not this one: "
                 f"{reason}. Leave quantization out"
             ) from reason
+        if not expected.isfinite().all() or not expected.any():
+            raise UnsupportedFeatureError(
+                f'{spec.name}: quantization="int8" is tried on a short prompt first, and there the logits of the model itself '
+                "are not all finite, or all zero; its weights are broken, or were never loaded"
+            )
         fused.bind(layers, page_size)
         share = float((fused.forward(probe) - expected).norm() / expected.norm())
         if not share <= _INT8_TOLERANCE:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from cbengine.attention import choose
 from cbengine.attention.settings import AttentionSettings
 from cbengine.errors import InvalidRequestError, UnsupportedFeatureError
 from cbengine.models.adapter import TransformersRunner
@@ -92,15 +94,17 @@ def inspect(
     device: str | torch.device = "cpu",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    attention: AttentionSettings | None = None,
     **from_pretrained: Any,
 ) -> ModelSpec:
     """The spec of a model by its config, its weights sized on the meta device. Arguments and errors as for `load`.
 
     Raises:
-        UnsupportedFeatureError: also for a GGUF file, which has to be read to be known.
+        UnsupportedFeatureError: also for a GGUF file, which has to be read to be known, and if `attention` (None: not looked
+            at) names a backend that cannot serve the model.
     """
     if isinstance(model, PreTrainedModel):
-        return TransformersRunner(model).spec
+        return TransformersRunner(model, attention=attention).spec
     source = str(Path(model).expanduser()) if isinstance(model, Path) or model.startswith("~") else model
     if is_gguf(source):
         raise UnsupportedFeatureError(f"{source}: a GGUF file is not planned for without loading it; start an engine")
@@ -116,7 +120,10 @@ def inspect(
     network.tie_weights()
     tensors = {id(t): t for t in (*network.parameters(), *network.buffers())}
     weight_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
-    return spec_from_config(config, name=source, kv_dtype=kind, weight_bytes=weight_bytes)
+    spec = spec_from_config(config, name=source, kv_dtype=kind, weight_bytes=weight_bytes)
+    if attention is not None:
+        choose(attention, torch.device(device), spec)
+    return spec
 
 
 def _load_checkpoint(
@@ -137,11 +144,27 @@ def _load_checkpoint(
     if device.type != "cpu" and "device_map" not in options and find_spec("accelerate") is not None:
         # Shard by shard to where it is wanted, and never whole in RAM.
         options = {**options, "device_map": {"": device}}
-    network = AutoModelForCausalLM.from_pretrained(source, dtype=_dtype(dtype, device, quantised), **where, **options)
+    try:
+        network = AutoModelForCausalLM.from_pretrained(
+            source, dtype=_dtype(dtype, device, quantised), **where, **options
+        )
+    except SafetensorError as error:  # derived from nothing but Exception
+        raise OSError(f"{source}: a file of its weights is broken or not complete ({error}); fetch it again") from error
     tokenizer = None
     if with_tokenizer and _may_have_tokenizer(source, hub):
-        tokenizer = AutoTokenizer.from_pretrained(source, **where, **hub)
+        tokenizer = _load_tokenizer(source, **where, **hub)
     return network, tokenizer
+
+
+def _load_tokenizer(source: str, **options: Any) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(source, **options)
+    except (OSError, ValueError, ImportError):
+        raise
+    except Exception as error:  # what the Rust library raises is an Exception and nothing more
+        raise OSError(
+            f"{source}: its tokenizer cannot be read ({error}); fetch it again, or pass `tokenizer=`"
+        ) from error
 
 
 def _adopt(
@@ -171,7 +194,7 @@ def _adopt(
     source = str(getattr(model.config, "_name_or_path", "") or "")
     if with_tokenizer and source and not is_gguf(source) and _may_have_tokenizer(source, {}):
         try:
-            tokenizer = AutoTokenizer.from_pretrained(source)
+            tokenizer = _load_tokenizer(source)
         except (OSError, ValueError) as error:
             # The name is only a hint: the model may have been made anywhere.
             _log.warning("no tokenizer found for %s (%s); pass one, or use token ids", source, error)

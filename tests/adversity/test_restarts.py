@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cbengine import AsyncEngine, EngineDeadError
+from cbengine import AsyncEngine, EngineDeadError, EngineStoppedError
 from cbengine.devices.base import DeviceLostError
 from cbengine.execution.inputs import StepInputs
 from cbengine.testing import FakeModel
@@ -135,3 +138,18 @@ async def test_a_callers_own_model_is_given_back_as_it_was() -> None:
         assert state() == before
         answers.append(generate())
     assert len(set(answers)) == 1
+
+
+@aio
+async def test_a_closed_engine_keeps_nothing_of_its_model(tmp_path: Path) -> None:
+    """Whoever keeps the engine to ask how it went."""
+    tiny("llama").save_pretrained(tmp_path)
+    engine = AsyncEngine(tmp_path, num_blocks=16, page_size=16)
+    async with engine:
+        await engine.generate(prompt(5), max_new_tokens=2)
+        assert engine._source.loaded is not None
+        runner = weakref.ref(engine._source.loaded.runner)
+    gc.collect()
+    assert runner() is None and engine.stats().requests_finished == 1
+    with pytest.raises(EngineStoppedError):
+        engine.stream(prompt(5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -203,6 +204,59 @@ async def test_a_tokenizer_that_raises_fails_the_call_or_the_stream_of_a_long_te
         with pytest.raises(RequestFailedError, match="Planted: encode"):
             await read(long)
         assert long.finish_reason is FinishReason.ERROR
+        expected = tuple(model.reference(model.tokenizer.encode("hello"), NEW, ignore_eos=True))
+        assert (await healthy.result()).token_ids == expected
+
+
+class Panic(BaseException):
+    """As a panic in a library in Rust arrives in Python: it is no Exception."""
+
+
+class PanickingTokenizer(FakeTokenizer):
+    """Fails for texts with "~", in its second detokenizer at the fourth token, and when it is asked for a third one."""
+
+    detokenizers = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if "~" in text:
+            raise Panic("encode")
+        return super().encode(text)
+
+    def detokenizer(self, keep: frozenset[int] = frozenset()) -> Any:
+        self.detokenizers += 1
+        if self.detokenizers == 3:
+            raise Panic("detokenizer")
+        whole = super().detokenizer()
+        if self.detokenizers != 2:
+            return whole
+        pushes = itertools.count()
+
+        class Broken:
+            flush = whole.flush
+
+            def push(self, token_id: int) -> str:
+                if next(pushes) == 3:
+                    raise Panic("push")
+                return whole.push(token_id)
+
+        return Broken()
+
+
+@aio
+async def test_a_panic_of_a_tokenizer_fails_its_request_and_no_other() -> None:
+    model = FakeModel(max_model_len=8192)
+    async with running(model, tokenizer=PanickingTokenizer(), num_blocks=2000) as engine:
+        healthy = engine.stream("hello", max_new_tokens=NEW, ignore_eos=True)
+        bad = engine.stream(PROMPTS[1], max_new_tokens=NEW, ignore_eos=True)
+        with pytest.raises(RequestFailedError, match="Panic: push"):
+            await bad.result()
+        assert len(bad.token_ids) == 3
+        with pytest.raises(RequestFailedError, match="Panic: detokenizer"):
+            await engine.stream(PROMPTS[1]).result()
+        with pytest.raises(RequestFailedError, match="Panic: encode"):
+            engine.stream("bad ~")
+        with pytest.raises(RequestFailedError, match="Panic: encode"):
+            await engine.stream("bad ~" * 1000).result()  # on a thread of its own
         expected = tuple(model.reference(model.tokenizer.encode("hello"), NEW, ignore_eos=True))
         assert (await healthy.result()).token_ids == expected
 

@@ -68,6 +68,9 @@ async def test_a_batch_may_be_any_iterable_and_may_be_empty() -> None:
         assert [c async for c in engine.as_completed([])] == []
         with pytest.raises(TypeError, match="got one text"):
             await engine.generate_batch("hello")
+        for wrong in (None, 5):
+            with pytest.raises(TypeError, match=r"a batch is a sequence of prompts, got (NoneType|int)"):
+                await engine.generate_batch(wrong)  # type: ignore[arg-type]
 
 
 @aio(trio=True)

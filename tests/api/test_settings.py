@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,6 +113,24 @@ def test_an_unknown_setting_is_refused_with_the_known_ones() -> None:
         AsyncEngine(FakeModel(), max_batch_size=8)
     with pytest.raises(TypeError, match="max_batch_size"):
         AsyncEngine.from_pretrained("whatever", max_batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"config": {"page_size": 8}}, "config must be an EngineConfig or None, got dict"),
+        ({"load_options": "main"}, "load_options must be a mapping or None, got str"),
+        (
+            {"tokenizer": "some/name"},
+            "tokenizer must be a transformers tokenizer, .* got str 'some/name'; load one with",
+        ),
+        ({"tokenizer": 5}, "tokenizer must be .* got int 5"),
+        ({"tokenizer": Path("folder")}, "tokenizer must be .* got PosixPath"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_at_once(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        AsyncEngine(FakeModel(), **arguments)
 
 
 def test_overrides_go_before_the_config_and_leave_it_alone() -> None:

@@ -144,7 +144,7 @@ async def test_a_whole_engine_cancelled_at_every_await(moment: str, loop_kind: s
         if not reached:
             break
         k += 1
-    assert k >= 8
+    assert k >= 5  # start, generate, stop, start, generate; in the others it waits only if the engine is slower
 
 
 @aio(trio=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -97,6 +98,12 @@ def test_a_workload_is_read_as_it_was_written(tmp_path: Path) -> None:
         '[{"prompt": [1], "max_new_tokens": 0}]',
         '[{"prompt": [1]}]',
         '[{"prompt": [1], "max_new_tokens": 4, "after_tokens": 1}]',
+        '[{"prompt": "text", "max_new_tokens": 1}]',
+        '[{"prompt": [1, true], "max_new_tokens": 1}]',
+        '[{"prompt": [1], "max_new_tokens": 2.5}]',
+        '[{"prompt": [1], "max_new_tokens": 1, "arrival_s": "soon"}]',
+        '[{"prompt": [1], "max_new_tokens": 1, "arrival_s": NaN}]',
+        '[{"prompt": [1], "max_new_tokens": 1, "after_tokens": -1}]',
         '[{"prompt": [1], "max_new_tokens": 4}, {"prompt": [1], "max_new_tokens": 4, "after_tokens": 5}]',
     ],
 )
@@ -107,6 +114,12 @@ def test_files_that_are_no_workload(tmp_path: Path, text: str) -> None:
         load(path)
     with pytest.raises(CommandError, match="gone"):
         load(tmp_path / "gone")
+
+
+def test_the_name_of_a_workload_can_be_part_of_a_file_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    save(Workload("../a b/c", [Item([1], 1)]), path)
+    assert load(path).name == "..-a-b-c"
 
 
 def test_the_first_requests_of_a_workload() -> None:
@@ -250,6 +263,46 @@ def test_the_command_with_a_real_model(smollm2: Path, tmp_path: Path, capsys: py
     (one,) = written["runs"]
     assert written["format"] == FORMAT and one["output_tokens"] == 7 and 0 < one["floor"]["weight_bytes"] < 300e6
     assert one["floor"]["seconds"] > 0 and written["rates"]["bandwidth"] > 0
+
+
+@pytest.mark.parametrize(
+    ("option", "file", "says"),
+    [
+        ("--json", "gone/out.json", "--json .*: there is no folder .*gone; make it"),
+        ("--trace", "gone/out.json", "--trace .*: there is no folder"),
+        ("--plot", "gone/out.png", "--plot .*: there is no folder"),
+        ("--json", "", "--json .*: that is a folder"),
+        ("--plot", "out.odd", "--plot .*: no kind of picture that can be written; use one of .*png"),
+        ("--workload", "gone", "none of the workloads offline, prefix, poisson, long, and no workload"),
+    ],
+)
+def test_wrong_files_are_found_before_the_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, file: str, says: str
+) -> None:
+    assert main(["bench", str(tmp_path / "no-model"), option, str(tmp_path / file)]) == 1
+    errors = capsys.readouterr()
+    assert re.search(says, errors.err) and "Loading" not in errors.out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "argv", [["--requests", "0"], ["--requests", "2.5"], ["--rate", "0"], ["--rate", "1", "nan"], ["--rate", "-1"]]
+)
+def test_numbers_that_make_no_sense(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "model", *argv])
+    assert f"argument {argv[0]}: must be a " in capsys.readouterr().err
+
+
+def test_a_request_that_the_engine_refuses_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where several clients fail at once, as a group."""
+    save(Workload("odd", [Item([5], 1), Item([9999], 1), Item([9999], 1), Item([6], 1)]), tmp_path / "odd.json")
+    engine = AsyncEngine(FakeModel(), num_blocks=64, page_size=16)
+    monkeypatch.setattr("cbengine.cli.bench.make_engine", lambda args: engine)
+    assert main(["bench", "fake", "--workload", str(tmp_path / "odd.json")]) == 1
+    assert "cbengine: token id 9999 is not in the vocabulary" in capsys.readouterr().err
 
 
 def test_files_that_are_no_earlier_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

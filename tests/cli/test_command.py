@@ -46,6 +46,8 @@ def test_options_become_settings_and_sampling_parameters() -> None:
         ("page_size=1", "page_size must be at least 4"),
         ("page_size=big", "page_size must be an integer"),
         ("pagesize=8", "unknown setting pagesize"),
+        ("config=5", "unknown setting config"),
+        ("tokenizer=abc", "unknown setting tokenizer"),
     ],
 )
 def test_a_wrong_setting_is_one_line(capsys: pytest.CaptureFixture[str], setting: str, message: str) -> None:
@@ -54,6 +56,15 @@ def test_a_wrong_setting_is_one_line(capsys: pytest.CaptureFixture[str], setting
     assert errors.startswith("cbengine: ")
     assert message in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("command", ["chat", "demo"])
+def test_a_wrong_sampling_parameter_is_found_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main([command, "nowhere", "--temperature", "-1"]) == 1
+    shown = capsys.readouterr()
+    assert shown.err == "cbengine: temperature must be a finite number of at least 0, got -1.0\n" and not shown.out
 
 
 @pytest.mark.parametrize("command", ["chat", "demo"])

@@ -2,7 +2,9 @@
 
 It is stricter than CUDA where CUDA goes wrong in silence: it writes down on which stream everything was put, refuses copies
 that would block the host, and replays a graph exactly as it was captured: the same operations on the same memory with the same
-numbers, whatever has changed in Python since.
+numbers, whatever has changed in Python since. What is copied to the host is there when the host has waited for it, and garbage
+before; what is copied from the host must stay as it is until then. A `fault` is reported by every call that reaches the device
+from then on; a capture that broke leaves the allocator in it.
 """
 
 from __future__ import annotations
@@ -68,16 +70,48 @@ class _Tape(TorchDispatchMode):
 
 
 @dataclass(eq=False)
+class UnderWay:
+    """A copy that the host has not waited for."""
+
+    dst: torch.Tensor
+    src: torch.Tensor
+    meant: torch.Tensor
+    to_host: bool
+    landed: bool = False
+
+    def land(self) -> None:
+        """The host has waited for it."""
+        if self.landed:
+            return
+        self.landed = True
+        if self.to_host:
+            self.dst.copy_(self.meant)
+        else:
+            assert torch.equal(self.src, self.meant), "pinned memory was written while it was being copied"
+
+
+def _land(copies: set[UnderWay]) -> None:
+    for copy in copies:
+        copy.land()
+    copies.clear()
+
+
+@dataclass(eq=False)
 class FakeStream:
     owner: FakeCuda
     name: str
+    under_way: set[UnderWay] = field(default_factory=set)
+    """Copies that whoever waits for this stream has waited for."""
 
     def wait_event(self, event: FakeEvent) -> None:
+        self.owner.report()
+        self.under_way |= event.under_way
         self.owner.log.append(("wait", self.name, event.name))
 
     def synchronize(self) -> None:
         self.owner.log.append(("synchronize", self.name))
         self.owner.report()
+        _land(self.under_way)
 
 
 @dataclass(eq=False)
@@ -85,16 +119,22 @@ class FakeEvent:
     owner: FakeCuda
     name: str
     blocking: bool
+    under_way: set[UnderWay] = field(default_factory=set)
 
     def record(self, stream: FakeStream) -> None:
+        self.owner.report()
         self.owner.log.append(("record", stream.name, self.name))
+        stream.under_way = {copy for copy in stream.under_way if not copy.landed}
+        self.under_way = set(stream.under_way)
 
     def synchronize(self) -> None:
         self.owner.log.append(("host waits", self.name))
         self.owner.report()
+        _land(self.under_way)
 
     def query(self) -> bool:
         self.owner.report()
+        _land(self.under_way)
         return True
 
 
@@ -136,6 +176,8 @@ class FakeCuda(CudaRuntime):
         self.capturing_now = False
         self.break_capture: Exception | None = None
         """Raised by the end of a capture, as after an operation that cannot be captured."""
+        self.allocates_to: object = None
+        """The pool of the graphs that torch's allocator serves everybody from: during a capture, or because one broke."""
         self._keep: list[torch.Tensor] = []  # no address is used twice
 
     def report(self) -> None:
@@ -143,9 +185,11 @@ class FakeCuda(CudaRuntime):
             raise self.fault
 
     def set_device(self) -> None:
+        self.report()
         self.current_device = self.index
 
     def make_stream(self) -> FakeStream:
+        self.report()
         self.streams.append(FakeStream(self, f"s{len(self.streams)}"))
         return self.streams[-1]
 
@@ -168,13 +212,18 @@ class FakeCuda(CudaRuntime):
         assert not self.capturing_now, "the host waited for the device during a capture"
         self.log.append(("synchronize",))
         self.report()
+        for stream in (self.default, *self.streams):
+            _land(stream.under_way)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         assert not self.capturing_now, "a buffer was made during a capture"
+        assert self.allocates_to is None, "a buffer was made of memory that belongs to graphs"
+        self.report()
         self.log.append(("zeros", self.current.name))
         return self._remember(torch.zeros(shape, dtype=dtype), self.device_at)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.report()
         return self._remember(torch.zeros(shape, dtype=dtype), self.pinned_at)
 
     def _remember(self, tensor: torch.Tensor, where: set[int]) -> torch.Tensor:
@@ -183,10 +232,12 @@ class FakeCuda(CudaRuntime):
         return tensor
 
     def register(self, tensor: torch.Tensor) -> None:
+        self.report()
         self.registered.add(tensor.data_ptr())
         self.pinned_at.add(tensor.data_ptr())
 
     def unregister(self, tensor: torch.Tensor) -> None:
+        self.report()
         self.registered.remove(tensor.data_ptr())
         self.pinned_at.remove(tensor.data_ptr())
 
@@ -195,8 +246,14 @@ class FakeCuda(CudaRuntime):
         known = all(place in self.device_at or place in self.pinned_at for place in places)
         assert known, "a copy to or from memory that is not pinned makes the host wait"
         assert self.current is not self.default, "a copy on the default stream is ordered with nothing"
+        self.report()
         self.log.append(("copy", self.current.name))
-        dst.copy_(src)
+        to_host = places[0] in self.pinned_at
+        self.current.under_way.add(UnderWay(dst, src, src.clone(), to_host))
+        if to_host:
+            dst.fill_(-77)
+        else:
+            dst.copy_(src)
 
     def used_by(self, tensor: torch.Tensor, stream: FakeStream) -> None:
         self.users.setdefault(tensor.untyped_storage().data_ptr(), set()).add(stream.name)
@@ -213,7 +270,7 @@ class FakeCuda(CudaRuntime):
         assert not self.capturing_now, "one capture at a time"
         self.synchronize()
         self.captures.append(Capture(pool, stream, mode))
-        self.capturing_now = True
+        self.capturing_now, self.allocates_to = True, pool
         self.current = stream  # as torch does: a capture that breaks leaves it so
         graph.stream = stream
         try:
@@ -223,18 +280,23 @@ class FakeCuda(CudaRuntime):
             self.capturing_now = False
         if self.break_capture is not None:
             raise self.break_capture
+        self.allocates_to = None
 
     def memory(self) -> tuple[int, int]:
+        self.report()
         return 1 << 30, 2 << 30
 
     def empty_cache(self) -> None:
+        self.report()
         self.cached += 1
 
     def forget_workspaces(self) -> None:
+        self.report()
         self.forgotten += 1
 
     def end_capture(self, pool: Any) -> None:
         self.broken_off.append(pool)
+        self.allocates_to = None
 
 
 def in_order(log: list[Entry], *wanted: Callable[[Entry], bool]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from cbengine.devices.base import Device
 from cbengine.devices.cuda import CudaDevice, CudaRuntime
 from cbengine.errors import UnsupportedFeatureError
 from tests.devices.fake_cuda import Entry, FakeCuda, in_order
+from tests.execution.hazards import HAZARDS
 from tests.execution.workload import Workload, make_driver
 from tests.support.driver import Driver
 
@@ -116,8 +118,8 @@ def test_a_buffer_made_by_an_operation_makes_nobody_wait() -> None:
 
 
 def test_the_allocator_knows_every_stream_that_uses_a_buffer() -> None:
-    """Else memory that Python lets go while a stream still reads it would be given to somebody else (gpu_cpu bug 7: memory of
-    one stream, used on another)."""
+    """Else memory that Python lets go while a stream still reads it would be given to somebody else: made on one stream, used
+    on another."""
     device, runtime = _made()
     early = device.device_buffer((4,), torch.int32)
     streams = {device.stream("compute").raw.name, device.stream("transfer").raw.name}
@@ -273,8 +275,8 @@ def _one_step() -> tuple[Driver, FakeCuda, list[Entry], dict[str, str]]:
 
 def test_the_order_of_a_step() -> None:
     """Inputs on `transfer`; the step and its tokens on `compute`, after the inputs; `done` behind all of it. A copy of tokens
-    on `transfer` would hold back the next inputs; a `done` that is recorded earlier would let them be read too early
-    (bugs 1 and 5)."""
+    on `transfer` would hold back the next inputs; a `done` that is recorded earlier would let them be read too early, and the
+    slot be filled again."""
     driver, _, log, streams = _one_step()
     slot: Any = driver.parts.pipeline.oldest().slot
     named = [tuple(streams.get(part, part) for part in entry) for entry in log]
@@ -300,6 +302,28 @@ def test_a_step_waits_for_nothing() -> None:
     later = runtime.log[start:]
     assert in_order(later, lambda e: e[0] == "record", lambda e: e[0] == "host waits")
     assert not [entry for entry in later if entry[0] in ("synchronize", "zeros")]
+
+
+PLANTED = {
+    "a slot is refilled while it is in flight": "pinned memory was written while it was being copied",
+    "done is recorded before the tokens are copied": "-77|said|vocabulary|index",
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_hazard_shows_on_the_stand_in(name: str) -> None:
+    """Copies take until the host waits for them, so what touches their memory before is found in the whole loop too."""
+    found: list[str] = []
+    for seed in range(1, 9):
+        driver = make_driver(_made()[0], seed, use_async_batching=True, use_cuda_graph=False)
+        HAZARDS[name].plant(driver, set())
+        try:
+            Workload(driver, seed, requests=6).run()
+        except Exception as error:  # whatever follows from it
+            found.append(repr(error))
+        if len(found) == 3:
+            break
+    assert len(found) == 3 and any(re.search(PLANTED[name], error) for error in found), found
 
 
 # --- which device --------------------------------------------------------------------------------------------------

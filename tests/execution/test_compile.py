@@ -189,8 +189,9 @@ async def test_a_failure_is_told_at_start(model: str, settings: dict[str, Any], 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # by inductor itself
-@pytest.mark.aio("asyncio", timeout=280.0)
+@pytest.mark.aio("asyncio", timeout=850.0)
 @pytest.mark.parametrize("level", [1])
 async def test_inductor(level: int) -> None:
     model = tiny("llama")

@@ -280,6 +280,8 @@ def test_a_model_that_cannot_be_captured() -> None:
     assert GraphPaths.of(EngineConfig(), _GraphDevice(), _Uncapturable()) == GraphPaths(False, False, False)
     with pytest.raises(UnsupportedFeatureError, match="use_cuda_graph=True: fake cannot be captured"):
         GraphPaths.of(EngineConfig(use_cuda_graph=True), _GraphDevice(), _Uncapturable())
+    with pytest.raises(UnsupportedFeatureError, match=r"q_padding_interval_size=16: fake .* leave q_padd"):
+        GraphPaths.of(EngineConfig(q_padding_interval_size=16), _GraphDevice(), _Uncapturable())
 
 
 def test_a_model_that_reads_the_device_goes_on_without_graphs(caplog: pytest.LogCaptureFixture) -> None:

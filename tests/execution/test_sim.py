@@ -58,7 +58,7 @@ def test_the_invariants_hold_on_the_other_devices(make: Callable[[], Device]) ->
 
 def test_the_host_reads_no_device_tensor() -> None:
     """I13: outside of operations nothing looks into device memory; tokens come through the pinned outputs alone."""
-    for seed in SEEDS:
+    for seed in SEEDS[:84]:  # with two slots, a configuration comes back after 24 seeds (see `make_config`)
         device = SimDevice(seed, memory=MEMORY)
         guard = HostReads(device)
         driver = make_driver(device, seed)

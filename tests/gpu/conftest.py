@@ -35,6 +35,10 @@ if _in_the_way():
     sys.modules["tests"].__path__ = [_TESTS]
 
 from tests.gpu.card import Card  # noqa: E402
+from tests.support import interpreter  # noqa: E402
+
+if DRY:
+    interpreter.mend()
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,10 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 PYTHONUNBUF
 dry=${CBENGINE_GPU_DRYRUN:-}
 bench=${CBENGINE_GPU_BENCH_SECONDS:-220}
 limit=270
+dump=120 # a test that hangs says where
 if [ "$dry" = cpu ]; then
     limit=1500
+    dump=0 # the interpreter takes its time, and a look at threads that run may crash Python 3.11
 elif ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "no CUDA device that the torch of $PYTHON can use: nothing was tested" >&2
     exit 2
@@ -29,7 +31,7 @@ mkdir -p "$results"
 # loses is not lost to the others.
 part() {
     timeout -k 10 "$limit" "$PYTHON" -m pytest -c tests/gpu/pytest.ini --confcutdir=tests/gpu "tests/gpu/$1" -v --tb=short \
-        --durations=5 2>&1 | tee "$results/$1.log" | sed -u "s/^/[$1] /"
+        --durations=5 -o faulthandler_timeout="$dump" 2>&1 | tee "$results/$1.log" | sed -u "s/^/[$1] /"
 }
 pids=()
 for name in ops models engine; do

@@ -1,7 +1,8 @@
 """Compiles the fused Triton kernels for GPUs, in a process without the interpreter; needs no GPU.
 
 With the argument "few" it compiles one kernel of each kind for one architecture, else all for all. Prints one JSON list of
-[kernel, architecture, bytes of shared memory, bytes of machine code].
+[kernel, architecture, bytes of shared memory, bytes of machine code, arguments that differ from step to step and select
+another compiled kernel all the same].
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ from cbengine.kernels.triton import activation, norm, rope, sampling
 
 ARCHITECTURES = (80, 90)
 Variant = tuple[str, Any, dict[str, str], dict[str, Any]]
+VARYING = {
+    "slots": ("tokens", "seqs", "width", "table_stride", "starts_ptr", "positions_ptr", "tables_ptr", "offsets_ptr"),
+    "rope": ("blocks_ptr", "offsets_ptr"),
+    "sampling": ("temperature_ptr", "min_p_ptr", "uniform_ptr", "logits_ptr"),
+}
+"""By the first word of a kernel's name: numbers, and addresses that may be any multiple of 4."""
 
 
 def join_variant(name: str, dtype: str, width: int, **flags: Any) -> Variant:
@@ -97,6 +104,17 @@ def variants() -> list[Variant]:
     ]
 
 
+def told_apart(name: str, kernel: Any) -> list[str]:
+    """What varies and is compiled in: under load, a step with another value would wait for a compilation."""
+    found = []
+    for parameter in kernel.params:
+        if parameter.name in VARYING.get(name.split()[0], ()):
+            address = parameter.name.endswith("_ptr")
+            free = parameter.do_not_specialize_on_alignment if address else parameter.do_not_specialize
+            found += [] if free else [parameter.name]
+    return found
+
+
 FEW = ("join llama bf16", "rope qwen3 bf16", "slots", "gated 0", "sampling draw")
 
 
@@ -108,7 +126,8 @@ def main(few: bool) -> None:
         for architecture in ARCHITECTURES[few:] if name in FEW or not few else ():
             source = ASTSource(kernel, {key: signature[key] for key in kernel.arg_names}, constants)
             made = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
-            found.append([name, architecture, made.metadata.shared, len(made.asm["cubin"])])
+            code = len(made.asm["cubin"])
+            found.append([name, architecture, made.metadata.shared, code, told_apart(name, kernel)])
     print(json.dumps(found))
 
 

@@ -104,6 +104,25 @@ def test_release_puts_everything_back(name: str, implementation: str | None) -> 
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
 
 
+def test_release_on_a_lost_device_puts_back_what_is_the_hosts() -> None:
+    """Its weights do not come back; the model's settings do, and it can be told so once."""
+    model: Any = tiny("llama").train()
+    implementation = model.config._attn_implementation
+    runner = TransformersRunner(model)
+    Paged(runner)
+    runner._fused = _OnALostDevice()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        runner.release()
+    runner.release()
+    assert model.config._attn_implementation == implementation and model.training
+    TransformersRunner(model).release()
+
+
+class _OnALostDevice:
+    def release(self) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
 def test_a_vision_tower_keeps_its_own_implementation() -> None:
     model = tiny("gemma3-composite")
     model.set_attn_implementation({"text_config": "sdpa", "vision_config": "eager"})

@@ -103,6 +103,14 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
         Paged(int8(model))
 
 
+@pytest.mark.parametrize("value", [0.0, torch.nan])
+def test_a_model_without_logits_is_not_said_to_change(value: float) -> None:
+    model = tiny("llama")
+    model.model.norm.weight.data.fill_(value)
+    with pytest.raises(UnsupportedFeatureError, match="are not all finite, or all zero"):
+        Paged(int8(model))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -13,9 +13,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from cbengine.attention import AttentionSettings
 from cbengine.errors import InvalidRequestError, UnsupportedFeatureError
 from cbengine.models import gguf
-from cbengine.models.load import load
+from cbengine.models.load import inspect, load
 from tests.models.paged import Paged, prompts_of, reference
 from tests.models.tiny import tiny
 
@@ -66,8 +67,24 @@ def test_a_folder_without_a_tokenizer_is_for_token_ids(tmp_path: Path) -> None:
 
 def test_a_broken_tokenizer_is_an_error(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(Exception, match=r"EOF|Expecting|JSON|parse|column"):
+    with pytest.raises((OSError, ValueError), match=r"EOF|Expecting|JSON|parse|column"):
         load(folder)
+
+
+def test_weights_that_are_not_complete_are_an_error(folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    for part in (b"", whole[:5], whole[: len(whole) // 2]):
+        (folder / "model.safetensors").write_bytes(part)
+        with pytest.raises(OSError, match="toy: a file of its weights is broken or not complete"):
+            load(folder)
+
+
+def test_a_plan_knows_a_backend_that_cannot_serve(folder: Path) -> None:
+    assert inspect(folder, attention=AttentionSettings("eager")).weight_bytes > 0
+    with pytest.raises(UnsupportedFeatureError, match="unknown attention backend 'magic'"):
+        inspect(folder, attention=AttentionSettings("magic"))
+    with pytest.raises(UnsupportedFeatureError, match="unknown attention backend 'magic'"):
+        inspect(tiny("llama"), attention=AttentionSettings("magic"))
 
 
 def test_missing_models_are_transformers_errors(tmp_path: Path) -> None:

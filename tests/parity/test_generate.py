@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from cbengine import AsyncEngine, EngineStats
+from cbengine.models.adapter import TransformersRunner
+from cbengine.models.load import load
+from tests.models.paged import reference as generated
 from tests.models.tiny import FULL, VOCAB, tiny
 from tests.support.models import Reference
 
@@ -50,43 +53,51 @@ def serve(
 
 
 @pytest.fixture(scope="module")
-def expected(prompts: list[list[int]], reference_generate: Reference) -> list[list[int]]:
-    return [reference_generate(prompt, NEW_TOKENS, ignore_eos=True) for prompt in prompts]
+def runner(smollm2: Path) -> TransformersRunner:
+    """The loaded model, served by one engine after the other."""
+    return load(smollm2, with_tokenizer=False).runner
+
+
+def check(reference: Reference, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    assert {len(answer) for answer in answers} == {NEW_TOKENS}
+    assert answers == reference.confirmed(prompts, answers)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["two slots", "one slot"])
 def test_smollm2_in_a_crowd(
-    smollm2: Path, prompts: list[list[int]], expected: list[list[int]], asynchronous: bool
+    runner: TransformersRunner, prompts: list[list[int]], reference_generate: Reference, asynchronous: bool
 ) -> None:
     # 64 tokens a step: every longer prompt is split, and its pieces ride with others' decodes.
     answers, stats = serve(
-        str(smollm2), prompts, max_batch_tokens=64, page_size=16, num_blocks=256, use_async_batching=asynchronous
+        runner, prompts, max_batch_tokens=64, page_size=16, num_blocks=256, use_async_batching=asynchronous
     )
-    assert answers == expected
+    check(reference_generate, prompts, answers)
     assert stats.steps >= sum(map(len, prompts)) // 64
 
 
 @pytest.mark.timeout(300)
-def test_smollm2_alone(smollm2: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+def test_smollm2_alone(smollm2: Path, prompts: list[list[int]], reference_generate: Reference) -> None:
     answers, _ = serve(str(smollm2), prompts, alone=True, page_size=256, num_blocks=4)
-    assert answers == expected
+    check(reference_generate, prompts, answers)
 
 
 @pytest.mark.timeout(300)
-def test_smollm2_preempted_again_and_again(smollm2: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+def test_smollm2_preempted_again_and_again(
+    runner: TransformersRunner, prompts: list[list[int]], reference_generate: Reference
+) -> None:
     # Room for the longest prompt and little more, in pages of 4 tokens that are soon full.
-    short = [i for i, prompt in enumerate(prompts) if len(prompt) <= 129]
-    answers, stats = serve(
-        str(smollm2),
-        [prompts[i] for i in short],
-        max_batch_tokens=128,
-        page_size=4,
-        num_blocks=36,
-        safety_margin=0.0,
-    )
-    assert answers == [expected[i] for i in short]
+    short = [prompt for prompt in prompts if len(prompt) <= 129]
+    answers, stats = serve(runner, short, max_batch_tokens=128, page_size=4, num_blocks=36, safety_margin=0.0)
+    check(reference_generate, short, answers)
     assert stats.preemptions >= 5
+
+
+def test_generate_itself(prompts: list[list[int]], reference_generate: Reference) -> None:
+    """What `check` goes by is what `generate` says, looked at for some prompts."""
+    some = [prompts[0], prompts[16], prompts[25]]
+    answers = [generated(reference_generate.model, prompt, NEW_TOKENS)[0][len(prompt) :] for prompt in some]
+    assert reference_generate.confirmed(some, answers) == answers
 
 
 @pytest.mark.parametrize("name", [name for name in FULL if name != "gpt2"])

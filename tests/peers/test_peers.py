@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.peers.__main__ import runner_options, venvs
+from benchmarks.peers.__main__ import main, runner_options, venvs
 from benchmarks.peers.engines import ENGINES, EngineSpec
 from benchmarks.peers.report import Spread, plot, ratios, show
 from benchmarks.peers.rounds import Outcome, Plan, run_rounds
@@ -171,3 +171,36 @@ def test_the_machine_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     made.workloads, made.retries = WORKLOADS[:1], 2
     (outcome,) = run_rounds(made)
     assert (outcome.load.other_cores, len(waits)) == (0.2, 3)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--show", "{tmp}/gone"], "gone: no JSON of"),
+        (["--show", "{tmp}"], "no JSON of"),
+        (["--show", "{tmp}/list.json"], "no JSON of"),
+        (["--model", "{tmp}", "--engines", "cbengine"], "no folder with a model"),
+        (["--model", "random-llama", "--tokenizer", "{tmp}/gone"], "no such folder|no folder with a model"),
+        (["--model", "{tmp}", "--json", "{tmp}/gone/out.json"], "there is no folder .*gone; make it"),
+        (["--model", "{tmp}", "--plot", "{tmp}/out.odd"], "use one of .*png"),
+        (["--model", "{tmp}", "--workload", "nope"], "none of the workloads offline, prefix"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_words_before_anything_is_measured(
+    argv: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "list.json").write_text("[1]", encoding="utf-8")
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["peers", *(word.format(tmp=tmp_path) for word in argv)])
+    with pytest.raises(SystemExit, match=says):
+        main()
+
+
+@pytest.mark.parametrize("argv", [["--requests", "0"], ["--rate", "-1"], ["--rounds", "0"], ["--threads", "0"]])
+def test_numbers_that_make_no_sense(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["peers", "--model", "m", *argv])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert f"argument {argv[0]}: must be a " in capsys.readouterr().err

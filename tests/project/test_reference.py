@@ -35,6 +35,22 @@ def test_shorter_answers_come_from_longer_ones(hf_model: Any) -> None:
         del hf_model.generate
 
 
+def test_an_answer_is_confirmed_or_put_right(hf_model: Any) -> None:
+    """By one forward where all are right; by `generate` for those that are not."""
+    prompts = [[504, 3575, 282, 4649, 314], [504, 3575, 282]]
+    right = [Reference(hf_model)(prompt, 2, ignore_eos=True) for prompt in prompts]
+    reference, calls, generate = Reference(hf_model), [], hf_model.generate
+    hf_model.generate = lambda *args, **options: calls.append(1) or generate(*args, **options)
+    try:
+        assert reference.confirmed(prompts, right) == right
+        assert calls == []
+        wrong = [right[0], [right[1][0], right[1][1] + 1]]
+        assert Reference(hf_model).confirmed(prompts, wrong) == right
+        assert calls == [1]
+    finally:
+        del hf_model.generate
+
+
 def test_an_answer_ends_with_the_end_token_unless_it_is_ignored(reference_generate: Reference, hf_model: Any) -> None:
     from transformers import AutoTokenizer
 

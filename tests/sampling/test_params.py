@@ -67,6 +67,15 @@ def test_bad_values_say_what_is_allowed(name: str, value: Any, allowed: str) -> 
         SamplingParams().merged(**{name: value})
 
 
+@pytest.mark.parametrize("setting", [{"stop": "a\ud800"}, {"stop": ["b", "a\ud800"]}, {"bad_words": ["a\ud800"]}])
+def test_half_a_character_is_in_no_answer(setting: dict[str, Any]) -> None:
+    name = next(iter(setting))
+    with pytest.raises(
+        InvalidRequestError, match=rf"{name} has 'a\\ud800', with half a UTF-16 character at position 1"
+    ):
+        SamplingParams(**setting)
+
+
 def test_min_and_max_new_tokens_go_together() -> None:
     with pytest.raises(InvalidRequestError, match=r"min_new_tokens=6 is more than max_new_tokens=5; lower .* raise"):
         SamplingParams(min_new_tokens=6, max_new_tokens=5)
