@@ -101,7 +101,8 @@ class Arrivals:
         return bool(self._timed or self._late)
 
     def due(self) -> list[int]:
-        """The numbers of the requests to send now; their records get the time."""
+        """The numbers of the requests to send now. Their records get the time when they came: this loop may have been held up
+        by a step, and who came meanwhile has waited for it."""
         now, found = time.perf_counter(), []
         while self._timed and self._start + self._items[self._timed[0]].arrival_s <= now:
             found.append(self._timed.pop(0))
@@ -110,7 +111,8 @@ class Arrivals:
             found += [i for i in self._late if made >= self._items[i].after_tokens]
             self._late = [i for i in self._late if i not in found]
         for i in found:
-            self._records[i].submit = now
+            item = self._items[i]
+            self._records[i].submit = now if item.after_tokens else self._start + item.arrival_s
         return found
 
     def wait(self) -> float:
@@ -134,9 +136,10 @@ async def ask(items: Sequence[Item], stream: Stream) -> list[Record]:
     async def client(number: int, item: Item, record: Record) -> None:
         if item.after_tokens:
             await late.wait()
+            record.submit = time.perf_counter()
         else:
-            await asyncio.sleep(max(0.0, start + item.arrival_s - time.perf_counter()))
-        record.submit = time.perf_counter()
+            record.submit = start + item.arrival_s  # a busy loop may wake us later
+            await asyncio.sleep(max(0.0, record.submit - time.perf_counter()))
         async for ids in stream(number, item):
             record.add(ids, time.perf_counter())
             if wanted and not late.is_set() and min(len(one.ids) for one in first) >= wanted:

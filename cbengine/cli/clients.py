@@ -33,9 +33,10 @@ async def _client(
 ) -> None:
     if item.after_tokens:
         await late.due.wait()
-    elif item.arrival_s:
-        await asyncio.sleep(start + item.arrival_s - time.perf_counter())
-    record.submit = time.perf_counter()
+        record.submit = time.perf_counter()
+    else:
+        record.submit = start + item.arrival_s  # a busy loop may wake us later
+        await asyncio.sleep(max(0.0, record.submit - time.perf_counter()))
     stream = engine.stream(list(item.prompt), temperature=0, max_new_tokens=item.max_new_tokens, ignore_eos=True)
     async for token in stream:
         record.times.append(time.perf_counter())
