@@ -45,7 +45,7 @@ _CPU_PREFILL: dict[str, Any] = {
     "prefill_over_square": 6144,
     "prefill_to_few": 256,
     "long_prompt": 512,
-    "prefill_of_long": 64,
+    "prefill_of_long": 48,
     "prefill_per_waiting": 16,
     "prefill_when_waiting": 4.0,
 }
