@@ -233,6 +233,8 @@ def main() -> None:
         raise SystemExit(str(error)) from error
     except KeyboardInterrupt:  # what has been measured is in the file of --json
         raise SystemExit(130) from None
+    if not result["runs"]:
+        raise SystemExit("nothing was measured: every run failed, for the reasons above")
     show(result, console)
     if args.plot:
         plot(result, Path(args.plot))

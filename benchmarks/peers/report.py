@@ -122,6 +122,9 @@ def _unique(values: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(values))
 
 
+_TICKS = (0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
+
+
 def plot(result: dict[str, Any], path: Path) -> None:
     """A picture of the ratios: a panel for each workload, a point for each metric and peer, from lowest to highest round.
 
@@ -147,11 +150,15 @@ def plot(result: dict[str, Any], path: Path) -> None:
                 axes.errorbar(spread.median, height, xerr=error, fmt="o", capsize=3, color=f"C{number}", label=label)
         axes.axvline(1.0, color="black", linewidth=0.8)
         axes.set_xscale("log")
+        low, high = axes.get_xlim()
+        ticks = [tick for tick in _TICKS if low <= tick <= high]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
         axes.set_yticks(range(len(names)), [METRICS[name][0] for name in names])
         axes.invert_yaxis()
         axes.set_title(workload)
         axes.set_xlabel("times better (right of the line: cbengine)")
-        axes.grid(axis="x", which="both", alpha=0.3)
+        axes.grid(axis="x", alpha=0.3)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=max(1, len(peers)))
     title = f"{Path(result['model']).name}, {result['threads']} threads\nmedian, lowest and highest round"

@@ -111,11 +111,7 @@ def _fastest(run: Callable[[], object]) -> float:
 
 def parameters(spec: ModelSpec) -> tuple[int, int]:
     """Weights that every token is multiplied with: of all layers, and of the head. A dense decoder with a gated MLP."""
-    layers = 0
-    for layer in spec.layers:
-        queries, keys = spec.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-        layers += spec.hidden_size * (2 * queries + 2 * keys + 3 * spec.intermediate_size)
-    return layers, spec.hidden_size * spec.vocab_size
+    return spec.layer_weights, spec.hidden_size * spec.vocab_size
 
 
 def floor(
@@ -131,6 +127,9 @@ def floor(
     layers, head = parameters(spec)
     prompts, answers = workload.prompt_tokens, workload.output_tokens
     operations = 2 * layers * (computed + answers - len(workload.items)) + 2 * head * answers
+    # After the last attention only sampled tokens matter.
+    last = spec.hidden_size * (spec.num_heads * spec.layers[-1].head_dim + 3 * spec.intermediate_size)
+    operations -= 2 * last * max(0, computed - len(workload.items))
     kv, item = 0, spec.kv_dtype.itemsize
     for layer in spec.layers:
         seen_by_prompts = (

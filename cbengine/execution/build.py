@@ -43,13 +43,15 @@ _CPU_PREFILL: dict[str, Any] = {
     "prefill": 24,
     "prefill_per_decode": 1.5,
     "prefill_over_square": 6144,
-    "prefill_to_few": 256,
     "long_prompt": 512,
     "prefill_of_long": 48,
     "prefill_per_waiting": 16,
     "prefill_when_waiting": 4.0,
 }
 """On a CPU, where matrix products are as fast with 64 rows as with 512: short steps cost nothing there."""
+_FEW, _FEW_WORK = (48, 256), 28e9
+"""What few who decode put up with at once: from so many to so many prompt tokens, and no more multiplications than these, which
+take two cores a quarter of a second."""
 _SCHEDULERS: dict[str, type[PassScheduler]] = {"fifo": FifoScheduler, "prefill_first": PrefillFirstScheduler}
 
 
@@ -247,6 +249,12 @@ def _cache(
     )
 
 
+def prefill_to_few(spec: ModelSpec) -> int:
+    """`Budgets.prefill_to_few` on a CPU."""
+    least, most = _FEW
+    return min(max(least, int(_FEW_WORK / max(1, spec.layer_weights))), most)
+
+
 def _scheduler(
     config: EngineConfig,
     spec: ModelSpec,
@@ -260,7 +268,8 @@ def _scheduler(
     budgets = Budgets(memory.max_batch_tokens, memory.max_requests, pages_read=pages)
     on_cpu = config.device == "cpu"
     if config.scheduler_type == "fifo" and (config.prefill_chunk or on_cpu):
-        share: dict[str, Any] = {"prefill": config.prefill_chunk} if config.prefill_chunk else _CPU_PREFILL
+        ours = {**_CPU_PREFILL, "prefill_to_few": prefill_to_few(spec)}
+        share: dict[str, Any] = {"prefill": config.prefill_chunk} if config.prefill_chunk else ours
         budgets = replace(budgets, attention_reach=spec.attention_reach, **share)
     kind, reserve = _SCHEDULERS[config.scheduler_type], config.admission == "reserve"
     return kind(rows, cache, lifecycle, budgets, config.margin, reserve=reserve)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -21,6 +22,15 @@ from cbengine.kernels.team import address, check, team_of_thread
 if TYPE_CHECKING:
     from cbengine.execution.inputs import StepInputs
 
+_KINDS = {
+    lib.EMBED: "embedding",
+    lib.NORM: "norms",
+    lib.PRODUCT: "products",
+    lib.ROPE: "rotary, writing pages",
+    lib.ATTEND: "attention",
+    lib.QUANTIZE: "quantizing",
+    lib.PICK: "picking samples",
+}
 _SMALLEST = 64  # tokens that the buffers hold at least
 Packed = Callable[[Linear, PackedMatrix | EmbeddingTable], None]
 
@@ -112,6 +122,24 @@ class NativeDecoder:
             self._library.run(team, ctypes.byref(self._batches), ctypes.byref(self._operations), len(self._operations))
         )
         return logits
+
+    def profile(self) -> tuple[float, dict[str, float]]:
+        """Where the time of a step goes, by running the last one again: seconds of the whole, and of its operations by kind
+        where each is a call of its own, which leaves nobody waiting for another. Changes nothing. Compute thread."""
+        team = team_of_thread(self._library)
+        logits = torch.empty(self._batches[0].samples, self._head.columns)
+        self._operations[-1].product.out = logits.data_ptr()
+        start = time.perf_counter()
+        check(
+            self._library.run(team, ctypes.byref(self._batches), ctypes.byref(self._operations), len(self._operations))
+        )
+        whole, parts = time.perf_counter() - start, dict.fromkeys([*_KINDS.values(), "head"], 0.0)
+        for index, operation in enumerate(self._operations):
+            start = time.perf_counter()
+            check(self._library.run(team, ctypes.byref(self._batches), ctypes.byref(operation), 1))
+            name = "head" if index == len(self._operations) - 1 else _KINDS[operation.kind]
+            parts[name] += time.perf_counter() - start
+        return whole, parts
 
     def _allocate(self, tokens: int) -> None:
         """Buffers for `tokens` tokens or sampled rows, and the operations that use them."""

@@ -48,17 +48,22 @@ class ModelSpec:
     """Rotary embeddings: one, or one for each type of layer. Sizes the memory of a step."""
 
     @property
+    def layer_weights(self) -> int:
+        """Weights that every token is multiplied with in all layers together; a gated MLP is assumed."""
+        count = 0
+        for layer in self.layers:
+            width, kv_width = self.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+            count += self.hidden_size * (2 * width + 2 * kv_width + 3 * self.intermediate_size)
+        return count
+
+    @property
     def attention_reach(self) -> int:
         """Tokens of context whose attention takes as many multiplications as all else that a token goes through.
 
-        A gated MLP is assumed; layers with a window are left out, as their attention stays small.
+        Layers with a window are left out, as their attention stays small.
         """
-        matrices = attention = 0
-        for layer in self.layers:
-            width, kv_width = self.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-            matrices += self.hidden_size * (2 * width + 2 * kv_width + 3 * self.intermediate_size)
-            attention += 0 if layer.window is not None else 2 * width
-        return max(1, matrices // max(1, attention))
+        attention = sum(2 * self.num_heads * layer.head_dim for layer in self.layers if layer.window is None)
+        return max(1, self.layer_weights // max(1, attention))
 
 
 class ModelRunner(Protocol):

@@ -260,3 +260,20 @@ def test_positions_are_asked_for_as_far_as_the_model_goes() -> None:
         for context in (3, 100, 2):
             native.forward(step([], [Work(context, context, list(range(2, 2 + -(-context // PAGE))), [1] * context)]))
     assert asked == [100]
+
+
+def test_a_step_in_parts() -> None:
+    """For benchmarks: the last step again, kind by kind. Pages and results stay as they are."""
+    run = Run("plain", "native")
+    assert run.native is not None
+    first, second = steps()[:2]
+    expected = run(first)
+    before = run.pool.clone()
+    whole, parts = run.native.profile()
+    assert whole > 0 and {name for name, seconds in parts.items() if seconds > 0} == {
+        *("embedding", "norms", "products", "attention", "head", "picking samples", "rotary, writing pages")
+    }
+    assert torch.equal(run.pool, before) and torch.equal(run(first), expected)
+    other = Run("plain", "native")
+    other(first)
+    assert torch.equal(run(second), other(second))

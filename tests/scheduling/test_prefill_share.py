@@ -126,3 +126,16 @@ def test_the_reach_of_a_model(window: int | None) -> None:
     other = LayerSpec("sliding_attention" if window else "full_attention", 3, 64, window)
     spec = replace(FakeModel().spec, layers=(layer, other), num_heads=9, hidden_size=576, intermediate_size=1536)
     assert spec.attention_reach == (3072 if window is None else 6144)
+
+
+@pytest.mark.parametrize(("hidden", "layers", "expected"), [(576, 30, 256), (1024, 24, 76), (2048, 16, 48)])
+def test_a_large_model_is_given_smaller_pieces(hidden: int, layers: int, expected: int) -> None:
+    """On a CPU a step beside few decoders has a bound in time: so many tokens of SmolLM2-135M, of twice that, of a 1B Llama."""
+    from dataclasses import replace
+
+    from cbengine.execution.build import prefill_to_few
+
+    layer = LayerSpec("full_attention", 4, 64)
+    sizes = {"num_heads": hidden // 64, "hidden_size": hidden, "intermediate_size": 4 * hidden if hidden > 600 else 1536}
+    spec = replace(FakeModel().spec, layers=(layer,) * layers, **sizes)
+    assert prefill_to_few(spec) == expected
