@@ -58,7 +58,8 @@ def test_a_stream_runs_in_launch_order(device: Device) -> None:
 def test_streams_are_ordered_by_events(device: Device) -> None:
     transfer, compute = device.stream("transfer"), device.stream("compute")
     inputs_ready, done = device.event("inputs_ready"), device.event("done")
-    source, inside, result = (device.host_buffer((4,), torch.int64) for _ in range(3))
+    source, result = (device.host_buffer((4,), torch.int64) for _ in range(2))
+    inside = device.device_buffer((4,), torch.int64)
     source.copy_(torch.arange(4))
     device.copy(transfer, inside, source)
     device.record(inputs_ready, transfer)

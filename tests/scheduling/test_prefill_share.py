@@ -136,6 +136,10 @@ def test_a_large_model_is_given_smaller_pieces(hidden: int, layers: int, expecte
     from cbengine.execution.build import prefill_to_few
 
     layer = LayerSpec("full_attention", 4, 64)
-    sizes = {"num_heads": hidden // 64, "hidden_size": hidden, "intermediate_size": 4 * hidden if hidden > 600 else 1536}
+    sizes = {
+        "num_heads": hidden // 64,
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden if hidden > 600 else 1536,
+    }
     spec = replace(FakeModel().spec, layers=(layer,) * layers, **sizes)
     assert prefill_to_few(spec) == expected
