@@ -53,7 +53,7 @@ def test_siblings_compute_the_prompt_once(layers: str, length: int) -> None:
 @pytest.mark.parametrize("layers", LAYERS)
 def test_siblings_survive_preemption_and_the_end_of_the_first(layers: str, settings: dict[str, object]) -> None:
     preempted = 0
-    for seed in range(20):
+    for seed in range(0, 24, 2):
         blocks = {"full": 9, "sliding": 7, "hybrid": 9}[layers]
         driver = make_driver(SimDevice(seed, memory=MEMORY), *LAYERS[layers], num_blocks=blocks, **settings)
         siblings = family(driver, [2 + i % 13 for i in range(10)], 4, 14)
