@@ -123,9 +123,7 @@ class Committer:
                 text, hit = self._text(request, token_id, end)
                 if request.edit is not None and request.edit.grammar is not None:
                     hit |= request.edit.advance(token_id)
-            except (
-                BaseException
-            ) as error:  # whatever a tokenizer does (a panic in Rust too): only its own request fails
+            except BaseException as error:  # a panic in Rust too: only the request that the tokenizer works for fails
                 self._fail(request, error)
                 continue
             if timeline is not None:

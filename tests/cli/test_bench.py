@@ -170,9 +170,7 @@ def test_the_floor_of_a_toy() -> None:
     rates = Rates(bandwidth=1000.0, gemm=500.0, threads=1)
     found = floor(workload, spec, rates, steps=3, computed=6, bytes_per_weight=2.0)
     full, window = (1 + 2 + 3 + 4 + 5 + 6, 7 + 8), (1 + 2 + 3 + 4 + 4 + 4, 4 + 4)
-    after_attention = spec.hidden_size * (
-        dim + 3 * spec.intermediate_size
-    )  # not needed of the prompt's first five tokens
+    after_attention = spec.hidden_size * (dim + 3 * spec.intermediate_size)  # not for the prompt's first five tokens
     products = 2 * layers * (6 + 2) - 2 * after_attention * 5 + 2 * head * 3
     assert found.operations == products + 4 * dim * (sum(full) + sum(window))
     assert found.kv_bytes == 2 * kv_heads * dim * 4 * (full[1] + window[1] + 2 * (6 + 3))
