@@ -16,6 +16,8 @@ _ROOM = 1.5e-3
 """Seconds beside what a launch takes: the thread that waits has to be woken, and the processors are busy."""
 _NEAR = 8
 """A step with a few rows less says how long one takes at least."""
+_TELLING = 16
+"""Prompt tokens from which on a step says what one costs: with fewer, most of its time is not theirs."""
 
 
 class Forecast:
@@ -30,7 +32,7 @@ class Forecast:
         """A step has taken so long."""
         if not prompt_tokens:
             self._decodes.setdefault(decodes, deque(maxlen=4)).append(seconds)
-        elif (base := self._base(decodes)) is not None:
+        elif prompt_tokens >= _TELLING and (base := self._base(decodes)) is not None:
             self._per_token.append(max(0.0, seconds - base) / prompt_tokens)
 
     def launched(self, seconds: float) -> None:

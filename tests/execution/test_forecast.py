@@ -56,6 +56,18 @@ def test_prompts_cost_by_the_token() -> None:
     assert forecast.wait(4, 100) < 0.090
 
 
+def test_tiny_prompts_say_nothing_about_long_ones() -> None:
+    """Reading the weights once is most of such a step."""
+    forecast = Forecast()
+    for _ in range(9):
+        forecast.saw(0, 1, 0.006)
+    assert forecast.wait(0, 250) == 0
+    forecast.saw(0, 250, 0.27)
+    for _ in range(9):
+        forecast.saw(0, 1, 0.006)
+    assert 0.2 < forecast.wait(0, 250) < 0.27
+
+
 def test_prompts_alone() -> None:
     forecast = Forecast()
     forecast.saw(0, 100, 0.1)
