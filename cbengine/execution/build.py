@@ -46,7 +46,7 @@ _CPU_PREFILL: dict[str, Any] = {
     "long_prompt": 512,
     "prefill_of_long": 48,
     "prefill_per_waiting": 16,
-    "prefill_when_waiting": 4.0,
+    "prefill_when_waiting": 6.0,
 }
 """On a CPU, where matrix products are as fast with 64 rows as with 512: short steps cost nothing there."""
 _FEW, _FEW_WORK = (48, 256), 28e9

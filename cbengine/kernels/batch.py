@@ -24,12 +24,25 @@ class StepBatch:
         self.structure = lib.Batch() if structure is None else structure
         self.pointer = pointer(self.structure)
         self._slots = torch.empty(0, dtype=torch.int64)
+        self._order = torch.empty(2, 0, dtype=torch.int32)
         self._kept: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def order(self) -> torch.Tensor:
+        """Int32 [seqs], once the batch has been placed: see `Batch` in cpu/rows.h."""
+        return self._order[0, : self.structure.seqs]
+
+    @property
+    def alike(self) -> torch.Tensor:
+        """Int32 [seqs], likewise."""
+        return self._order[1, : self.structure.seqs]
 
     def fill(self, inputs: StepInputs, page_size: int) -> None:
         """Take over one step's tensors, which lie in host memory. Compute thread."""
         if self._slots.numel() < inputs.num_tokens:
             self._slots = torch.empty(2 * inputs.num_tokens, dtype=torch.int64)
+        if self._order.shape[1] < inputs.num_seqs:
+            self._order = torch.empty(2, 2 * inputs.num_seqs, dtype=torch.int32)
         tables = inputs.block_tables
         if tables.stride(1) != 1:
             tables = tables.contiguous()
@@ -43,3 +56,4 @@ class StepBatch:
         to.token_ids, to.positions, to.query_starts, to.context_lens, to.sample_index = (t.data_ptr() for t in flat)
         to.tables = tables.data_ptr()
         to.slots = self._slots.data_ptr()
+        to.order, to.alike = (part.data_ptr() for part in self._order)

@@ -56,7 +56,7 @@ class Batch(ctypes.Structure):
             (name, _ptr)
             for name in ("token_ids", "positions", "query_starts", "context_lens", "tables", "sample_index")
         ),
-        ("slots", _ptr),
+        *((name, _ptr) for name in ("slots", "order", "alike")),
     ]
 
 

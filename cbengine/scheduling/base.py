@@ -35,7 +35,8 @@ class Budgets:
     prefill_per_waiting: int = 0
     """And so many for each that waits to be let in,"""
     prefill_when_waiting: float = 0
-    """but no more than so many for each that decodes: while many wait, it is all of them who matter."""
+    """but no more than so many for each that decodes, nor than few put up with: while many wait, it is all of them who
+    matter."""
     attention_reach: int | None = None
     """Context at which a token costs twice what it costs without any: a token of a prompt counts 1 + context / reach."""
 
@@ -46,9 +47,9 @@ class Budgets:
             return math.inf
         few, many = self.prefill_over_square / decodes**2, self.prefill_per_decode * decodes
         most = self.prefill_of_long if of_long else self.prefill_to_few
-        if most is not None:
-            few = min(few, most)
         crowd = min(self.prefill_per_waiting * waiting, self.prefill_when_waiting * decodes)
+        if most is not None:
+            few, crowd = min(few, most), min(crowd, most)
         return max(self.prefill, few, many, crowd)
 
     def cost(self, start: int) -> float:

@@ -16,6 +16,8 @@ from cbengine.attention import LayerKV
 from cbengine.attention import cpu as backend_module
 from cbengine.attention.cpu import CpuBackend
 from cbengine.errors import UnsupportedFeatureError
+from cbengine.kernels.batch import StepBatch
+from cbengine.kernels.library import get_library
 from tests.attention.packing import Work, step
 from tests.attention.test_backends import Case, cases, check
 from tests.kernels.variants import NAMES, variant
@@ -109,6 +111,58 @@ def test_a_token_does_not_depend_on_its_company(window: int | None, size: int) -
             found = torch.cat([compute(crowd, [span] * len(crowd), pool, window)[0] for span in pairwise(cuts)])
             expected = found if expected is None else expected
             assert torch.equal(found, expected)
+
+
+def alike(shared: list[int], free: Iterator[int], seed: int) -> list[Sequence]:
+    """Sequences of different lengths, each with so many of its first tokens from the same text, in the same pages."""
+    most = max(shared)
+    first = Sequence(most, [next(free) for _ in range(most // PAGE)], seed)
+    found = []
+    for i, tokens in enumerate(shared):
+        length = tokens + 1 + 13 * i % 70
+        own = Sequence(length, [], seed + 1 + i)
+        own.key[:tokens], own.value[:tokens] = first.key[:tokens], first.value[:tokens]
+        same = first.blocks[: tokens // PAGE]
+        own.blocks = same + [next(free) for _ in range(-(-length // PAGE) - len(same))]
+        found.append(own)
+    return found
+
+
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_beginning_that_many_have_in_common(
+    window: int | None, size: int, backend: CpuBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit what each gives alone: beginnings of 8 to 104 tokens of three texts, mixed with others, in any order."""
+    monkeypatch.setattr(f"{__name__}.CpuBackend", lambda: backend)
+    torch.set_num_threads(size)
+    rng = np.random.default_rng(1)
+    pool = torch.full((900, 2, PAGE, 2, 16), torch.nan)
+    free = iter((rng.permutation(898) + 2).tolist())
+    crowd = alike([104, 104, 40, 104, 72, 104, 104, 104, 72, 40, 104], free, 100)
+    crowd += alike([64] * 4, free, 200) + alike([8] * 3, free, 300)
+    crowd += [Sequence(n, [next(free) for _ in range(-(-n // PAGE))], n) for n in (1, 50, 105)]
+    crowd = crowd[::2] + crowd[1::2]
+    compute(crowd, [(0, len(s.key) - 1) for s in crowd], pool, window)  # the past: what is the same is written again
+    last = [(len(s.key) - 1, len(s.key)) for s in crowd]
+    together = compute(crowd, last, pool, window)
+    for sequence, span, found in zip(crowd, last, together, strict=True):
+        assert torch.equal(found, compute([sequence], [span], pool, window)[0])
+
+
+def test_what_begins_alike_is_found() -> None:
+    """`place` puts sequences with one query side by side by their first block, and counts the keys that neighbours share."""
+    library = get_library()
+    assert library is not None
+    blocks = [[9, 4, 5], [3, 4, 5, 6], [], [9, 4, 7], [9, 4, 7, 8]]
+    contexts = [20, 30, 0, 18, 25]
+    works = [Work(c, 1, b) for c, b in zip(contexts, blocks, strict=True)]
+    batch = StepBatch()
+    batch.fill(step(works, [Work(20, 3, [9, 4, 5])]), PAGE)
+    library.place(batch.pointer)
+    order, alike = batch.order.tolist(), batch.alike.tolist()
+    assert order == [2, 1, 0, 3, 4, 5]
+    assert alike == [0, 0, 0, 16, 18, 0]  # the last two have a page in common that one of them has not filled
 
 
 def test_the_kernel_is_for_single_precision() -> None:

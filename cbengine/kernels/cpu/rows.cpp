@@ -1,5 +1,7 @@
 #include "rows.h"
 
+#include <algorithm>
+
 namespace cb {
 
 namespace {
@@ -101,9 +103,30 @@ void rope_row(const Rope& op, const Batch& batch, int64_t token) {
   write_token(op.pages, batch, token, key, value, op.kv_heads, op.dim);
 }
 
+// How many keys two sequences with one query each have in the same pages, from the first on, and both queries see.
+int32_t keys_alike(const Batch& batch, int64_t a, int64_t b) {
+  const int32_t *x = batch.tables + a * batch.table_stride, *y = batch.tables + b * batch.table_stride;
+  const int64_t most = std::min(batch.context_lens[a], batch.context_lens[b]);
+  int64_t keys = 0;
+  for (int64_t page = 0; page < batch.table_width && keys < most && x[page] == y[page]; ++page) keys += batch.page_size;
+  return (int32_t)std::max<int64_t>(0, std::min(keys, most));
+}
+
+// Fills `order` and `alike`. With one query, a sequence's first block tells who may begin alike.
+void find_alike(const Batch& batch) {
+  const auto single = [&](int32_t seq) { return batch.query_starts[seq + 1] - batch.query_starts[seq] == 1; };
+  for (int64_t i = 0; i < batch.seqs; ++i) batch.order[i] = (int32_t)i, batch.alike[i] = 0;
+  int32_t* const end = std::stable_partition(batch.order, batch.order + batch.seqs, single);
+  std::stable_sort(batch.order, end, [&](int32_t a, int32_t b) {
+    return batch.tables[a * batch.table_stride] < batch.tables[b * batch.table_stride];
+  });
+  for (int32_t* at = batch.order + 1; at < end; ++at) batch.alike[at - batch.order] = keys_alike(batch, at[-1], at[0]);
+}
+
 }  // namespace
 
 void place(const Batch& batch) {
+  find_alike(batch);
   for (int64_t token = 0; token < batch.tokens; ++token)
     batch.slots[token] = WRITE_BLOCK * batch.page_size + batch.positions[token] % batch.page_size;
   for (int64_t seq = 0; seq < batch.seqs; ++seq) {

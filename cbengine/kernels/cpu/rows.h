@@ -15,7 +15,10 @@ struct Batch {
   const int32_t* context_lens;  // [seqs]; 0 for a padded sequence
   const int32_t* tables;        // [seqs, table_stride]
   const int32_t* sample_index;  // [samples]
-  int64_t* slots;               // [tokens], filled by `place`: block * page_size + offset that a token is written to
+  // Filled by `place`:
+  int64_t* slots;  // [tokens]: block * page_size + offset that a token is written to
+  int32_t* order;  // [seqs]: the sequences, those with one query first and what begins with the same block side by side
+  int32_t* alike;  // [seqs]: how many keys are the same, in the same pages, as those of the one before it in `order`
 };
 
 // Keys and values of one layer: [blocks, page_size, kv_heads, dim], strides in floats.

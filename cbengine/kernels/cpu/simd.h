@@ -158,6 +158,32 @@ static inline vf zip_high(vf a, vf b) {
 #endif
 }
 
+// Lanes N apart, within groups of 2 N, change places.
+template <int N>
+static inline vf swap_lanes(vf x) {
+#if defined(__AVX512F__)
+  if constexpr (N == 8) return CB_SHUFFLE(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  else return CB_SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+#elif defined(__AVX2__)
+  return CB_SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
+#else
+  return x;  // not asked for
+#endif
+}
+
+// Lane i is `fold(x[i], f)` to the last bit, for i < R; the other lanes repeat these. f must not care for the order of its
+// two arguments. R: a power of two from 4 to VW. Folding R vectors together takes fewer shuffles than one after the other.
+template <int R, class F>
+static inline vf fold_rows(vf (&x)[R], const F& f) {
+#pragma GCC unroll 4
+  for (int n = R / 2; n >= 1; n /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < n; ++i) x[i] = f(zip_low(x[i], x[i + n]), zip_high(x[i], x[i + n]));
+  if constexpr (VW / 2 >= R && VW / 2 >= 4) x[0] = f(x[0], swap_lanes<VW / 2>(x[0]));
+  if constexpr (VW / 4 >= R && VW / 4 >= 4) x[0] = f(x[0], swap_lanes<VW / 4>(x[0]));
+  return x[0];
+}
+
 // VW vectors of VW floats, rows to columns: log2(VW) perfect shuffles of the whole.
 static inline void transpose(vf (&x)[VW]) {
   for (int step = 1; step < VW; step *= 2) {
