@@ -162,7 +162,7 @@ def test_what_begins_alike_is_found() -> None:
     library.place(batch.pointer)
     order, alike = batch.order.tolist(), batch.alike.tolist()
     assert order == [2, 1, 0, 3, 4, 5]
-    assert alike == [0, 0, 0, 16, 18, 0]  # the last two have a page in common that one of them has not filled
+    assert alike == [0, 0, 0, 16, 17, 0]  # the last two have all of 18 in common, but each one's newest is its own
 
 
 def test_the_kernel_is_for_single_precision() -> None:

@@ -103,10 +103,11 @@ void rope_row(const Rope& op, const Batch& batch, int64_t token) {
   write_token(op.pages, batch, token, key, value, op.kv_heads, op.dim);
 }
 
-// How many keys two sequences with one query each have in the same pages, from the first on, and both queries see.
+// How many keys two sequences with one query each have in the same pages, from the first on. At least its newest key is
+// each one's own.
 int32_t keys_alike(const Batch& batch, int64_t a, int64_t b) {
   const int32_t *x = batch.tables + a * batch.table_stride, *y = batch.tables + b * batch.table_stride;
-  const int64_t most = std::min(batch.context_lens[a], batch.context_lens[b]);
+  const int64_t most = std::min(batch.context_lens[a], batch.context_lens[b]) - 1;
   int64_t keys = 0;
   for (int64_t page = 0; page < batch.table_width && keys < most && x[page] == y[page]; ++page) keys += batch.page_size;
   return (int32_t)std::max<int64_t>(0, std::min(keys, most));
