@@ -275,3 +275,22 @@ def test_prefix_cache_on_and_off_are_the_same(smollm2: Path) -> None:
     off, _ = asyncio.run(run(False))
     assert on == off
     assert stats.cached_tokens > 40 and 0 < stats.cache_hit_rate < 1
+
+
+def test_a_crowd_behind_one_system_prompt(smollm2: Path) -> None:
+    """They read the pages of a common beginning together, each to another length: the tokens are those of each alone."""
+    runner = load(smollm2).runner
+    rng = random.Random(2)
+    system = [rng.randrange(100, 40_000) for _ in range(100)]
+    prompts = [system + [rng.randrange(100, 40_000) for _ in range(1 + 7 * i % 40)] for i in range(12)]
+
+    async def run(sharing: bool) -> list[tuple[int, ...]]:
+        async with AsyncEngine(runner, allow_block_sharing=sharing, num_blocks=80) as engine:
+            settings = {"max_new_tokens": 10, "temperature": 0.0, "ignore_eos": True}
+            if not sharing:
+                return [(await engine.generate(prompt, **settings)).token_ids for prompt in prompts]
+            found = [answer.token_ids for answer in await engine.generate_batch(prompts, **settings)]
+            assert engine.stats().cached_tokens > 10 * 64
+            return found
+
+    assert asyncio.run(run(True)) == asyncio.run(run(False))
